@@ -1,0 +1,378 @@
+"""The experiment as typed dataclasses: one phase is one `Config`, a chain names several.
+
+Every field has its docstring below it. `[P]` marks a value the paper states, `[D]` a decision of
+this project where the paper is silent. This module imports nothing heavy, so that `--help` and a
+refused config cost a fraction of a second.
+"""
+
+import dataclasses
+import enum
+from dataclasses import dataclass, field
+
+
+class Kind(enum.Enum):
+    """What a phase does."""
+
+    SUPERVISED = "supervised"
+    REINFORCE = "reinforce"
+    EVALUATE = "evaluate"
+
+
+class Workflow(enum.Enum):
+    """Who talks to whom."""
+
+    CASCADE = "cascade"
+    HIERARCHY = "hierarchy"
+
+
+class Objective(enum.Enum):
+    """What a role's tokens learn from."""
+
+    GRPO = "grpo"
+    OPD = "opd"
+    NONE = "none"
+
+
+class KLPlacement(enum.Enum):
+    """Where the KL penalty enters the reward."""
+
+    TOKEN = "token"
+    SEQUENCE = "sequence"
+
+
+class Denominator(enum.Enum):
+    """What the loss is divided by."""
+
+    ALL = "all"
+    ROLE = "role"
+
+
+class PenaltyScope(enum.Enum):
+    """Which Searcher rows a malformed Searcher turn costs."""
+
+    ROW = "row"
+    WORKFLOW = "workflow"
+
+
+class SearcherReward(enum.Enum):
+    """What a GRPO-trained Searcher is rewarded for."""
+
+    ACTIVITY = "activity"
+    OUTCOME = "outcome"
+
+
+class Backend(enum.Enum):
+    """Which retriever answers the searches."""
+
+    MINIATURE = "miniature"
+    BM25 = "bm25"
+    HTTP = "http"
+
+
+class Schedule(enum.Enum):
+    """How the learning rate moves after its warm-up."""
+
+    CONSTANT = "constant"
+    COSINE = "cosine"
+    LINEAR = "linear"
+
+
+class Precision(enum.Enum):
+    """A floating-point type."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Remat(enum.Enum):
+    """What the backward pass computes again."""
+
+    NONE = "none"
+    FULL = "full"
+
+
+@dataclass
+class RunConfig:
+    dir: str = "runs/default"
+    """Folder of everything the run writes; may be a gs:// path. A chain puts each phase in a folder inside."""
+    seed: int = 0
+    """Seed of the data order, of sampling and of random initial weights."""
+    allow_changes: bool = False
+    """Continue a run although its config or data differ from what it was started with."""
+    export: bool = True
+    """Write the final (or best) weights as a Hugging Face folder `export/` at the end of the phase."""
+
+
+@dataclass
+class ArchitectureConfig:
+    """Sizes of a model that starts from random weights (`model.init = "random"`)."""
+
+    hidden_size: int = 96
+    """Width of the residual stream."""
+    intermediate_size: int = 192
+    """Width of the SwiGLU layer."""
+    num_layers: int = 3
+    """Decoder layers."""
+    num_heads: int = 4
+    """Query heads."""
+    num_kv_heads: int = 2
+    """Key/value heads; divides `num_heads`."""
+    head_dim: int = 24
+    """Width of one head, even."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    tie_word_embeddings: bool = True
+    """Use the embedding as the output head."""
+
+
+@dataclass
+class ModelConfig:
+    init: str = ""
+    """Where the weights start: a Hugging Face folder, a run folder (its export), the name of an
+    earlier phase of the chain, or "random" (the embedded world's tokenizer, sizes from `architecture`)."""
+    teacher: str = ""
+    """Frozen model that scores distilled roles (same spellings as `init`); "" where no role is distilled."""
+    reference: str = ""
+    """Frozen model of the KL penalty (same spellings); "" where `learn.kl` is 0. [P] the teacher in stage 2."""
+    architecture: ArchitectureConfig = field(default_factory=ArchitectureConfig)
+    """Sizes for `init = "random"`."""
+    compute: Precision = Precision.FLOAT32
+    """Type of activations and matrix products (accumulated in float32) in learner and scorer."""
+    frozen: Precision = Precision.FLOAT32
+    """Type in which teacher and reference weights are held."""
+    rollout: Precision = Precision.FLOAT32
+    """Type of the sampler's weights and caches."""
+    remat: Remat = Remat.NONE
+    """Recompute each layer in the backward pass (FULL) or keep its activations (NONE)."""
+
+
+@dataclass
+class MeshConfig:
+    shape: tuple[int, int, int] = (1, 1, 1)
+    """Devices along (data, fsdp, tensor); the product is the number of devices of the whole run."""
+    rollout_tensor: int = 1
+    """Devices of one process over which its sampling engine splits heads and vocabulary."""
+
+
+@dataclass
+class DataConfig:
+    train: tuple[str, ...] = ()
+    """Question files (FlashRAG JSONL) that the team is trained on, or ("miniature",)."""
+    validation: tuple[str, ...] = ()
+    """Question files for the evaluation during training, or ("miniature",)."""
+    test: tuple[str, ...] = ()
+    """Question files for `evaluate`, or ("miniature",)."""
+    demonstrations: tuple[str, ...] = ()
+    """Conversation files (JSONL) of the supervised warm-up, or ("miniature:facts",) / ("miniature:noisy",)."""
+    world_seed: int = 0
+    """Seed of the embedded world: its people, facts and questions."""
+
+
+@dataclass
+class RetrievalConfig:
+    backend: Backend = Backend.HTTP
+    """Which retriever answers."""
+    corpus: str = ""
+    """`{"id", "contents"}` JSONL file for BM25."""
+    url: str = ""
+    """Address of a Search-R1 server for HTTP, e.g. http://10.0.0.2:8000/retrieve."""
+    k: int = 3
+    """Documents per search [P]."""
+    timeout_s: float = 30.0
+    """Seconds one HTTP request may take."""
+    retries: int = 4
+    """Further tries after a failed request, with growing waits."""
+    max_aborted_share: float = 0.2
+    """Stop the run when more than this share of a step's workflows was aborted by failed searches."""
+
+
+@dataclass
+class TeamConfig:
+    """Grammar limits of `team/`; all numbers are [D] except the five candidates [P]."""
+
+    workflow: Workflow = Workflow.HIERARCHY
+    """Cascade (Searcher → Answerer) or hierarchy (Leader ⇄ Searcher → Answerer)."""
+    candidates: int = 5
+    """Answers sampled per answer request in training [P]; evaluation samples one [D]."""
+    leader_turns: int = 5
+    """Turns of the Leader; the last one is only for the answer request, so one task fewer."""
+    session_searches: int = 4
+    """Searches of one Searcher session; then only a summary is accepted."""
+    workflow_searches: int = 12
+    """Searches of one workflow; a Searcher at this cap is asked for its summary."""
+    leader_tokens: int = 256
+    """New tokens per Leader turn."""
+    searcher_tokens: int = 256
+    """New tokens per Searcher turn."""
+    answerer_tokens: int = 64
+    """New tokens per answer."""
+    document_tokens: int = 768
+    """Tokens of all documents of one search; longer ones are shortened inside each document."""
+    row_tokens: int = 8192
+    """Tokens of one conversation; a turn that would not fit ends it (truncated: context)."""
+
+
+@dataclass
+class RolloutConfig:
+    """The sampling engine of one process."""
+
+    conversations: int = 64
+    """Cache groups of the one-candidate lane: conversations that are held at once."""
+    requests: int = 16
+    """Cache groups of the candidate lane: answer requests that are held at once."""
+    prefill_rows: int = 8
+    """Prompts extended per prefill call."""
+    prefill_tokens: int = 512
+    """Tokens per prompt and prefill call; longer prompts take several calls."""
+    decode_steps: int = 16
+    """Tokens decoded per dispatch."""
+    workflows: int = 512
+    """Workflows alive at once; the next starts when one ends."""
+    temperature: float = 1.0
+    """Must be 1: anything else biases the importance ratio."""
+    top_p: float = 1.0
+    """Must be 1, for the same reason."""
+    top_k: int = 0
+    """Must be 0, for the same reason."""
+
+
+@dataclass
+class LearnConfig:
+    leader: Objective = Objective.GRPO
+    """Objective of the Leader's rows."""
+    searcher: Objective = Objective.OPD
+    """Objective of the Searcher's rows: OPD in stage 2, GRPO in stage 1."""
+    answerer: Objective = Objective.GRPO
+    """Objective of the Answerer's rows."""
+    searcher_reward: SearcherReward = SearcherReward.ACTIVITY
+    """Reward of a GRPO-trained Searcher: 0.9 E + 0.1 activity [P], or E alone."""
+    leader_bonus: bool = True
+    """Leader reward 0.9 E + 0.1 search bonus [P], or E alone."""
+    penalty_scope: PenaltyScope = PenaltyScope.ROW
+    """Whether a malformed turn of a GRPO-trained Searcher costs −1 on its row or on all Searcher rows [D]."""
+    kl: float = 1e-3
+    """Coefficient of the KL penalty in the reward of GRPO roles [P]."""
+    kl_placement: KLPlacement = KLPlacement.TOKEN
+    """Per token after the outcome is normalised, or per sequence before [D]."""
+    beta: float = 0.01
+    """Weight of the teacher's log-ratio in OPD [P]."""
+    log_ratio_clamp: float = 10.0
+    """Bound of |log π_teacher − log π_old| in OPD [D]."""
+    clip: float = 0.2
+    """ε of the clipped ratio [D]."""
+    sampler_weight_cap: float = 2.0
+    """Cap of the weight exp(log π_old − log π_sampler); 0 turns the weight off [D]."""
+    denominator: Denominator = Denominator.ALL
+    """Divide by the generated tokens of all rows, or by each role's own [D]."""
+    updates_per_batch: int = 1
+    """Optimizer steps per batch of episodes [D]."""
+    row_buckets: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    """Lengths of packed rows; a batch takes the shortest that holds its longest row."""
+    micro_batch_tokens: int = 65536
+    """Tokens of one forward/backward over all devices; more are accumulated."""
+    logit_chunk: int = 512
+    """Positions whose logits are held at once on one data shard."""
+    role_gradients_every: int = 0
+    """Measure the gradient norm of each role every so many steps (one more backward per role); 0: never."""
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-6
+    """Peak learning rate [D]."""
+    b1: float = 0.9
+    """Adam's decay of the first moment."""
+    b2: float = 0.95
+    """Adam's decay of the second moment."""
+    eps: float = 1e-8
+    """Adam's ε."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices; norms are spared."""
+    max_grad_norm: float = 1.0
+    """Global norm to which gradients are clipped."""
+    schedule: Schedule = Schedule.CONSTANT
+    """Learning rate after the warm-up."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly."""
+
+
+@dataclass
+class TrainConfig:
+    kind: Kind = Kind.REINFORCE
+    """Supervised, reinforce, or evaluate only."""
+    steps: int = 0
+    """Batches of episodes (or of demonstrations)."""
+    questions: int = 64
+    """Draws of a question per step (demonstrations per step in a supervised phase)."""
+    workflows: int = 5
+    """G: workflows per question [P: GRPO-style; 5 is ours]."""
+
+
+@dataclass
+class EvalConfig:
+    every: int = 0
+    """Evaluate on `data.validation` every so many steps, and at the end; 0: never."""
+    validation_questions: int = 256
+    """Questions of one such evaluation, spread evenly over the files; 0: all."""
+    validation_attempts: int = 1
+    """Attempts per question in such an evaluation."""
+    questions: int = 0
+    """Questions per file in the final evaluation; 0: all."""
+    attempts: int = 4
+    """Attempts per question in the final evaluation [P]."""
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 50
+    """Save every so many steps; the last step and SIGTERM always save."""
+    keep: int = 2
+    """Latest checkpoints kept."""
+
+
+@dataclass
+class Config:
+    """One phase: a training run or an evaluation."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
+    team: TeamConfig = field(default_factory=TeamConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    learn: LearnConfig = field(default_factory=LearnConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+@dataclass
+class Chain:
+    """Phases that run one after the other in the order of the fields.
+
+    A subclass adds one `Config` field per phase. `model.init`, `teacher` and `reference` of a phase
+    may name an earlier one. `run.dir` is the parent of the phases' folders; `run.seed` and
+    `run.allow_changes` replace each phase's own.
+    """
+
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+def phases(config: Config | Chain) -> dict[str, Config]:
+    """Returns the phases in order, by name; a single `Config` is one phase with the name ""."""
+    if isinstance(config, Config):
+        return {"": config}
+    named = {}
+    for f in dataclasses.fields(config):
+        phase = getattr(config, f.name)
+        if isinstance(phase, Config):
+            run = dataclasses.replace(
+                phase.run,
+                dir=f"{config.run.dir.rstrip('/')}/{f.name}",
+                seed=config.run.seed,
+                allow_changes=config.run.allow_changes,
+            )
+            named[f.name] = dataclasses.replace(phase, run=run)
+    return named

@@ -1,0 +1,42 @@
+"""What a retriever is: documents in, documents out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Document:
+    """One passage. `contents` is the corpus' own text: title line (often in quotes), newline, body."""
+
+    id: str
+    contents: str
+
+    @property
+    def title(self) -> str:
+        """The first line as it stands, quotes included (the Search-R1 format keeps them)."""
+        return self.contents.split("\n", 1)[0]
+
+    @property
+    def text(self) -> str:
+        """Everything after the first line."""
+        return self.contents.partition("\n")[2]
+
+
+class SearchError(RuntimeError):
+    """A search failed for good: its workflow is aborted, never answered with a blank observation."""
+
+
+class Retriever(Protocol):
+    """A search backend."""
+
+    identity: str
+    """Names backend and index; results of different identities are not compared."""
+
+    def search(self, queries: Sequence[str], k: int) -> list[tuple[Document, ...]]:
+        """Returns one tuple per query, best first, at most `k` documents, none repeated.
+
+        Raises:
+          SearchError: the backend did not answer after its retries.
+        """
+        ...

@@ -1,0 +1,20 @@
+"""Emulates a pod on the CPU and finds the real data, where it lies beside the checkout."""
+
+import os
+import pathlib
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+_flags = os.environ.get("XLA_FLAGS", "")
+if "xla_force_host_platform_device_count" not in _flags:
+    os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> pathlib.Path:
+    """Folder of real questions and passages; the test is skipped where it is absent."""
+    path = pathlib.Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip(f"real data not found at {path}")
+    return path
