@@ -1,0 +1,51 @@
+"""What the full-scale experiments share; no experiment itself. See stage1.py and stage2.py."""
+
+from mopd_jax.config import (
+    Backend,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LearnConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    Precision,
+    Remat,
+    RetrievalConfig,
+    RolloutConfig,
+    TeamConfig,
+    TrainConfig,
+)
+
+BASE = "checkpoints/Qwen3-4B-Instruct-2507"
+BENCHMARKS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+
+
+def base() -> Config:
+    """Qwen3-4B-Instruct-2507 on NQ + HotpotQA [P]; 64 devices in 16 hosts of 4 (a v5e-64) [D]."""
+    return Config(
+        train=TrainConfig(steps=300, questions=64, workflows=5),
+        model=ModelConfig(
+            init=BASE,
+            compute=Precision.BFLOAT16,
+            frozen=Precision.BFLOAT16,
+            rollout=Precision.BFLOAT16,
+            remat=Remat.FULL,
+        ),
+        mesh=MeshConfig(shape=(1, 64, 1), rollout_tensor=4),
+        data=DataConfig(
+            train=("data/train/nq.jsonl", "data/train/hotpotqa.jsonl"),
+            validation=("data/validation/nq.jsonl", "data/validation/hotpotqa.jsonl"),
+            test=tuple(f"data/test/{name}.jsonl" for name in BENCHMARKS),
+        ),
+        retrieval=RetrievalConfig(backend=Backend.HTTP, url="http://127.0.0.1:8000/retrieve", k=3),
+        team=TeamConfig(candidates=5, row_tokens=8192),
+        rollout=RolloutConfig(conversations=24, requests=4, prefill_rows=4, prefill_tokens=512, decode_steps=16),
+        learn=LearnConfig(
+            row_buckets=(2048, 4096, 8192), micro_batch_tokens=64 * 8192, logit_chunk=512, role_gradients_every=10
+        ),
+        optim=OptimConfig(lr=1e-6, warmup_steps=10),
+        eval=EvalConfig(every=25, validation_questions=256, attempts=4),
+        checkpoint=CheckpointConfig(every=10, keep=2),
+    )

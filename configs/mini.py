@@ -1,0 +1,120 @@
+"""The whole method on the embedded world, on a laptop's CPU: nothing to download.
+
+Command:   python -m mopd_jax.train --config=configs/mini.py --config.run.dir=runs/mini
+Phases:    facts, warmup (the base policy) → stage1 → stage2 → four evaluations, one table
+"""
+
+from dataclasses import dataclass, field, replace
+
+from mopd_jax.config import (
+    Backend,
+    Chain,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    Kind,
+    LearnConfig,
+    ModelConfig,
+    Objective,
+    OptimConfig,
+    RetrievalConfig,
+    RolloutConfig,
+    RunConfig,
+    Schedule,
+    TeamConfig,
+    TrainConfig,
+    Wording,
+    Workflow,
+)
+
+WORLD = ("miniature",)
+
+
+def base() -> Config:
+    """What all phases share: the world, its retriever, the team's limits, small shapes."""
+    return Config(
+        data=DataConfig(train=WORLD, validation=WORLD, test=WORLD),
+        retrieval=RetrievalConfig(backend=Backend.MINIATURE),
+        team=TeamConfig(
+            wording=Wording.MINIATURE,
+            leader_turns=5,
+            session_searches=3,
+            workflow_searches=12,
+            leader_tokens=16,
+            searcher_tokens=16,
+            answerer_tokens=12,
+            document_tokens=128,
+            row_tokens=320,
+        ),
+        rollout=RolloutConfig(
+            conversations=64, requests=16, prefill_rows=16, prefill_tokens=64, decode_steps=8
+        ),
+        learn=LearnConfig(row_buckets=(64, 128, 192, 256, 320), micro_batch_tokens=8192, logit_chunk=1024),
+        optim=OptimConfig(lr=5e-4, b2=0.999),
+        checkpoint=CheckpointConfig(every=100, keep=1),
+    )
+
+
+def imitation(demonstrations: str, init: str, steps: int) -> Config:
+    """Supervised: no teacher, no reference, no rollouts."""
+    config = base()
+    config.train = TrainConfig(kind=Kind.SUPERVISED, steps=steps, questions=64)
+    config.model = ModelConfig(init=init)
+    config.data = DataConfig(demonstrations=(f"miniature:{demonstrations}",))
+    return config
+
+
+def facts() -> Config:
+    """How to look things up, from random weights."""
+    config = imitation("facts", "random", 900)
+    config.optim = replace(config.optim, lr=2e-3, schedule=Schedule.COSINE)
+    return config
+
+
+def stage1() -> Config:
+    """C-MAS + RL: Searcher and Answerer by GRPO, KL to the base policy."""
+    config = base()
+    config.train = TrainConfig(steps=60, questions=20, workflows=5)
+    config.model = ModelConfig(init="warmup", reference="warmup")
+    config.team = replace(config.team, workflow=Workflow.CASCADE)
+    config.learn = replace(config.learn, leader=Objective.NONE, searcher=Objective.GRPO)
+    return config
+
+
+def stage2() -> Config:
+    """MultiAgent-OPD: Leader and Answerer by GRPO, the Searcher distilled from stage 1, from the base."""
+    config = base()
+    config.train = TrainConfig(steps=40, questions=13, workflows=5)
+    config.model = ModelConfig(init="warmup", teacher="stage1", reference="stage1")
+    return config
+
+
+def evaluation(init: str, workflow: Workflow) -> Config:
+    """300 held-out questions, four attempts each."""
+    config = base()
+    config.train = TrainConfig(kind=Kind.EVALUATE)
+    config.model = ModelConfig(init=init)
+    config.team = replace(config.team, workflow=workflow)
+    config.eval = EvalConfig(questions=300, attempts=4)
+    config.rollout = replace(config.rollout, conversations=128)
+    return config
+
+
+@dataclass
+class Mini(Chain):
+    """The chain; every phase's field can be overridden, e.g. --config.stage2.train.steps=80."""
+
+    run: RunConfig = field(default_factory=lambda: RunConfig(dir="runs/mini"))
+    facts: Config = field(default_factory=facts)
+    warmup: Config = field(default_factory=lambda: imitation("noisy", "facts", 110))
+    stage1: Config = field(default_factory=stage1)
+    stage2: Config = field(default_factory=stage2)
+    base_c_mas: Config = field(default_factory=lambda: evaluation("warmup", Workflow.CASCADE))
+    base_h_mas: Config = field(default_factory=lambda: evaluation("warmup", Workflow.HIERARCHY))
+    stage1_c_mas: Config = field(default_factory=lambda: evaluation("stage1", Workflow.CASCADE))
+    stage2_h_mas: Config = field(default_factory=lambda: evaluation("stage2", Workflow.HIERARCHY))
+
+
+def get_config() -> Mini:
+    return Mini()
