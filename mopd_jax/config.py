@@ -25,6 +25,13 @@ class Workflow(enum.Enum):
     HIERARCHY = "hierarchy"
 
 
+class Wording(enum.Enum):
+    """Which prompts the roles get."""
+
+    FULL = "full"
+    MINIATURE = "miniature"
+
+
 class Objective(enum.Enum):
     """What a role's tokens learn from."""
 
@@ -192,6 +199,8 @@ class TeamConfig:
 
     workflow: Workflow = Workflow.HIERARCHY
     """Cascade (Searcher → Answerer) or hierarchy (Leader ⇄ Searcher → Answerer)."""
+    wording: Wording = Wording.FULL
+    """Prompts in full sentences, or in the few words of the embedded world."""
     candidates: int = 5
     """Answers sampled per answer request in training [P]; evaluation samples one [D]."""
     leader_turns: int = 5
@@ -226,8 +235,6 @@ class RolloutConfig:
     """Tokens per prompt and prefill call; longer prompts take several calls."""
     decode_steps: int = 16
     """Tokens decoded per dispatch."""
-    workflows: int = 512
-    """Workflows alive at once; the next starts when one ends."""
     temperature: float = 1.0
     """Must be 1: anything else biases the importance ratio."""
     top_p: float = 1.0
@@ -313,11 +320,11 @@ class EvalConfig:
     every: int = 0
     """Evaluate on `data.validation` every so many steps, and at the end; 0: never."""
     validation_questions: int = 256
-    """Questions of one such evaluation, spread evenly over the files; 0: all."""
+    """Questions of one such evaluation, spread evenly over the datasets; 0: all."""
     validation_attempts: int = 1
     """Attempts per question in such an evaluation."""
     questions: int = 0
-    """Questions per file in the final evaluation; 0: all."""
+    """Questions of the final evaluation, spread evenly over the datasets; 0: all."""
     attempts: int = 4
     """Attempts per question in the final evaluation [P]."""
 
@@ -361,10 +368,13 @@ class Chain:
 
 
 def phases(config: Config | Chain) -> dict[str, Config]:
-    """Returns the phases in order, by name; a single `Config` is one phase with the name ""."""
+    """Returns the phases in order, by name; a single `Config` is one phase with the name "".
+
+    Where a phase of a chain names an earlier one as a model, that name becomes the phase's folder.
+    """
     if isinstance(config, Config):
         return {"": config}
-    named = {}
+    named: dict[str, Config] = {}
     for f in dataclasses.fields(config):
         phase = getattr(config, f.name)
         if isinstance(phase, Config):
@@ -374,5 +384,7 @@ def phases(config: Config | Chain) -> dict[str, Config]:
                 seed=config.run.seed,
                 allow_changes=config.run.allow_changes,
             )
-            named[f.name] = dataclasses.replace(phase, run=run)
+            models = {key: getattr(phase.model, key) for key in ("init", "teacher", "reference")}
+            models = {key: named[spec].run.dir if spec in named else spec for key, spec in models.items()}
+            named[f.name] = dataclasses.replace(phase, run=run, model=dataclasses.replace(phase.model, **models))
     return named

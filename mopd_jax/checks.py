@@ -1,0 +1,373 @@
+"""What a config must fulfil before any device work: types first, then the values and the pairs.
+
+Every rule yields `(field, why)`; `validate` collects all of them, so that one look at the message
+is enough to repair a config.
+"""
+
+import dataclasses
+import difflib
+import enum
+import functools
+import math
+import typing
+from collections.abc import Iterable, Iterator
+
+from mopd_jax.config import Backend, Chain, Config, Kind, Objective, RunConfig, Schedule, Wording, Workflow
+
+Finding = tuple[str, str]
+"""Dotted field inside its config, and what is wrong with it."""
+
+
+class ConfigError(ValueError):
+    """An experiment that cannot run, in words."""
+
+
+def validate(config: Config | Chain, kind: Kind | None = None) -> None:
+    """Refuses a config whose types, values or combinations make no sense.
+
+    Args:
+      config: one phase, or a chain of them.
+      kind: what the config is to be used for, if that is not what it says itself: a single phase is
+        checked for this use, of a chain the phases of this kind.
+
+    Raises:
+      ConfigError: lists every problem found, each with field, value and what is expected.
+    """
+    problems = list(_type_problems(config, "config"))
+    if not problems:
+        problems = list(_rule_problems(config, kind))
+    if problems:
+        raise ConfigError("The config is refused:\n" + "\n".join(f"- {p}" for p in problems))
+
+
+# ---------------------------------------------------------------- fields and types
+
+
+def field_types(group: object) -> dict[str, type]:
+    """Returns the annotated type of every field of a config dataclass, in order."""
+    types = {f.name: f.type for f in dataclasses.fields(group)}
+    if any(isinstance(t, str) for t in types.values()):
+        name = type(group).__name__
+        raise ConfigError(f"{name} has no types: remove `from __future__ import annotations` above it.")
+    return types
+
+
+def describe_type(annotation: type) -> str:
+    """Returns how a value of this type is spelled, in words."""
+    if dataclasses.is_dataclass(annotation):
+        return f"a {annotation.__name__}"
+    if typing.get_origin(annotation) is tuple:
+        return _describe_tuple(*typing.get_args(annotation))
+    if issubclass(annotation, enum.Enum):
+        return "one of " + ", ".join(member.name.lower() for member in annotation)
+    return _WORDS[annotation]
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def _describe_tuple(first: type, *rest: type) -> str:
+    plural = _WORDS[first].removeprefix("a ") + "s"
+    if rest == (Ellipsis,):
+        return plural + (""", spelled '("a.jsonl","b.jsonl")'""" if first is str else ", spelled (1024,2048)")
+    count = 1 + len(rest)
+    return f"a tuple of {count} {plural}, spelled ({','.join('1' * count)})"
+
+
+def unknown_field(group: object, name: str, path: str) -> str:
+    """Returns the message for a field that `group` (found at `path`) does not have."""
+    names = list(field_types(group))
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    return f"{path} has no field {name!r}.{hint} Its fields: {', '.join(names)}."
+
+
+def show(value: object) -> str:
+    """Returns a field's value as the command line spells it."""
+    return value.name.lower() if isinstance(value, enum.Enum) else repr(value)
+
+
+def _type_problems(group: object, path: str) -> Iterator[str]:
+    """Walks the dataclasses; also finds attributes that a config file set by mistake."""
+    types = field_types(group)
+    for name in sorted(vars(group).keys() - types.keys()):
+        yield unknown_field(group, name, path)
+    for name, annotation in types.items():
+        value = getattr(group, name)
+        if not _fits(value, annotation):
+            yield f"{path}.{name} = {show(value)}: expected {describe_type(annotation)}."
+        elif dataclasses.is_dataclass(value):
+            yield from _type_problems(value, f"{path}.{name}")
+
+
+def _fits(value: object, annotation: type) -> bool:
+    if typing.get_origin(annotation) is tuple:
+        return isinstance(value, tuple) and _elements_fit(value, typing.get_args(annotation))
+    if annotation is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, annotation)
+
+
+def _elements_fit(value: tuple, annotations: tuple) -> bool:
+    if annotations[-1] is Ellipsis:
+        annotations = annotations[:1] * len(value)
+    return len(value) == len(annotations) and all(map(_fits, value, annotations))
+
+
+# ---------------------------------------------------------------- values
+
+POSITIVE = (
+    "model.architecture.hidden_size model.architecture.intermediate_size model.architecture.num_layers "
+    "model.architecture.num_heads model.architecture.num_kv_heads model.architecture.head_dim "
+    "model.architecture.rope_theta mesh.rollout_tensor retrieval.k retrieval.timeout_s team.candidates "
+    "team.leader_turns team.session_searches team.workflow_searches team.leader_tokens "
+    "team.searcher_tokens team.answerer_tokens team.document_tokens team.row_tokens "
+    "rollout.conversations rollout.requests rollout.prefill_rows rollout.prefill_tokens "
+    "rollout.decode_steps learn.log_ratio_clamp learn.updates_per_batch learn.micro_batch_tokens "
+    "learn.logit_chunk optim.eps optim.max_grad_norm train.questions train.workflows "
+    "eval.validation_attempts eval.attempts checkpoint.every checkpoint.keep"
+).split()
+NOT_NEGATIVE = (
+    "data.world_seed retrieval.retries learn.kl learn.beta learn.role_gradients_every optim.lr "
+    "optim.weight_decay optim.warmup_steps train.steps eval.every eval.validation_questions eval.questions"
+).split()
+
+
+def _numbers(c: Config) -> Iterator[Finding]:
+    yield from ((name, "must be above 0") for name in POSITIVE if _get(c, name) <= 0)
+    yield from ((name, "must not be negative") for name in NOT_NEGATIVE if _get(c, name) < 0)
+    if not 0 <= c.retrieval.max_aborted_share <= 1:
+        yield "retrieval.max_aborted_share", "is a share, 0 to 1"
+    if not 0 < c.learn.clip < 1:
+        yield "learn.clip", "must lie between 0 and 1"
+    if c.learn.sampler_weight_cap and c.learn.sampler_weight_cap < 1:
+        yield "learn.sampler_weight_cap", "must be at least 1 (less would shrink every weight), or 0 for none"
+    for name in ("optim.b1", "optim.b2"):
+        if not 0 <= _get(c, name) < 1:
+            yield name, "must be at least 0 and below 1"
+    yield from _run(c.run)
+
+
+def _run(run: RunConfig) -> Iterator[Finding]:
+    if not run.dir:
+        yield "run.dir", "a run needs a folder"
+    if not 0 <= run.seed < 2**32:
+        yield "run.seed", "must lie between 0 and 2**32 - 1"
+
+
+def _sampling(c: Config) -> Iterator[Finding]:
+    for name, neutral in (("temperature", 1), ("top_p", 1), ("top_k", 0)):
+        if _get(c.rollout, name) != neutral:
+            yield f"rollout.{name}", f"must be {neutral}: anything else biases the importance ratio"
+
+
+# ---------------------------------------------------------------- sizes that belong together
+
+
+def _architecture(c: Config) -> Iterator[Finding]:
+    a = c.model.architecture
+    if a.num_kv_heads > 0 and a.num_heads % a.num_kv_heads:
+        yield "model.architecture.num_kv_heads", f"must divide num_heads = {a.num_heads}"
+    if a.head_dim % 2:
+        yield "model.architecture.head_dim", "must be even: rotary positions turn pairs"
+
+
+def _mesh(c: Config) -> Iterator[Finding]:
+    if min(c.mesh.shape) < 1:
+        yield "mesh.shape", "each axis (data, fsdp, tensor) has at least 1 device"
+
+
+def _lengths(c: Config) -> Iterator[Finding]:
+    for name in ("leader_tokens", "searcher_tokens", "answerer_tokens", "document_tokens"):
+        if _get(c.team, name) >= c.team.row_tokens:
+            yield f"team.{name}", f"does not fit into a row of team.row_tokens = {c.team.row_tokens}"
+    buckets = c.learn.row_buckets
+    if not buckets or min(buckets) < 1 or list(buckets) != sorted(set(buckets)):
+        yield "learn.row_buckets", "must be ascending lengths, e.g. (1024,2048)"
+        return
+    if buckets[-1] < c.team.row_tokens:
+        yield "learn.row_buckets", f"the last must hold a row of team.row_tokens = {c.team.row_tokens}"
+    if c.learn.micro_batch_tokens < buckets[-1]:
+        yield "learn.micro_batch_tokens", f"must hold one row of the longest bucket, {buckets[-1]}"
+
+
+# ---------------------------------------------------------------- what a phase needs
+
+
+def _model(c: Config, kind: Kind) -> Iterator[Finding]:
+    if not c.model.init:
+        yield "model.init", 'name a Hugging Face folder, a run folder, an earlier phase, or "random"'
+    if c.model.init == "random":
+        for name in _real_text(c, _sources_read(c, kind)):
+            yield "model.init", f"has the embedded world's vocabulary, but {name} names files of real text"
+        if c.team.wording is Wording.FULL:
+            yield "team.wording", 'must be miniature: model.init = "random" knows only those words'
+    for name in ("teacher", "reference"):
+        if _get(c.model, name) == "random":
+            yield f"model.{name}", "a frozen model with random weights teaches nothing"
+        elif _get(c.model, name) and kind is Kind.SUPERVISED:
+            yield f"model.{name}", "scores nothing in a supervised phase: leave it empty"
+
+
+def _data(c: Config, kind: Kind) -> Iterator[Finding]:
+    read = _sources_read(c, kind)
+    for name in read:
+        if not _get(c, name):
+            yield name, f"train.kind = {show(kind)} with eval.every = {c.eval.every} reads it: name files"
+    for name in ("data.train", "data.validation", "data.test", "data.demonstrations"):
+        yield from _sources(name, _get(c, name))
+    if c.retrieval.backend is Backend.MINIATURE:
+        for name in _real_text(c, read):
+            if name != "data.demonstrations":
+                yield name, "retrieval.backend = miniature holds no documents for real questions"
+
+
+def _sources(name: str, sources: tuple[str, ...]) -> Iterator[Finding]:
+    embedded = ("miniature:facts", "miniature:noisy") if name == "data.demonstrations" else ("miniature",)
+    if "" in sources:
+        yield name, "has an empty file name; no files at all are spelled ()"
+    for source in sources:
+        if source.partition(":")[0] == "miniature" and source not in embedded:
+            yield name, f"knows only {' and '.join(embedded)} of the embedded world"
+    if _is_miniature(sources) and len(sources) > 1:
+        yield name, "the embedded world stands alone: its vocabulary knows no other text"
+
+
+def _sources_read(c: Config, kind: Kind) -> list[str]:
+    """Fields of the data that a phase of this kind reads."""
+    if kind is Kind.EVALUATE:
+        return ["data.test"]
+    main = "data.train" if kind is Kind.REINFORCE else "data.demonstrations"
+    return [main, "data.validation"] if c.eval.every else [main]
+
+
+def _real_text(c: Config, names: list[str]) -> list[str]:
+    return [name for name in names if _get(c, name) and not _is_miniature(_get(c, name))]
+
+
+def _is_miniature(sources: tuple[str, ...]) -> bool:
+    return any(s.partition(":")[0] == "miniature" for s in sources)
+
+
+def _retrieval(c: Config, kind: Kind) -> Iterator[Finding]:
+    if kind is Kind.SUPERVISED and not c.eval.every:
+        return
+    if c.retrieval.backend is Backend.BM25 and not c.retrieval.corpus:
+        yield "retrieval.corpus", "retrieval.backend = bm25 needs a corpus file"
+    if c.retrieval.backend is Backend.HTTP and not c.retrieval.url.startswith(("http://", "https://")):
+        yield "retrieval.url", "retrieval.backend = http needs an address, e.g. http://10.0.0.2:8000/retrieve"
+
+
+def _team(c: Config, kind: Kind) -> Iterator[Finding]:
+    if c.team.workflow is Workflow.HIERARCHY and c.team.leader_turns < 2:
+        yield "team.leader_turns", "must be at least 2: the last turn is only for the answer request"
+
+
+def _training(c: Config, kind: Kind) -> Iterator[Finding]:
+    if kind is Kind.EVALUATE:
+        return
+    if c.train.steps < 1:
+        yield "train.steps", f"a phase with train.kind = {show(kind)} takes at least 1 step"
+    updates = c.train.steps * c.learn.updates_per_batch
+    if c.optim.schedule is not Schedule.CONSTANT and c.optim.warmup_steps >= max(updates, 1):
+        yield "optim.warmup_steps", f"leaves none of {updates} updates to a {show(c.optim.schedule)} schedule"
+
+
+def _objectives(c: Config, kind: Kind) -> Iterator[Finding]:
+    """Who learns from what: only a reinforce phase has roles with objectives."""
+    if kind is not Kind.REINFORCE:
+        return
+    learn, objectives = c.learn, {r: _get(c.learn, r) for r in ("leader", "searcher", "answerer")}
+    if c.team.workflow is Workflow.CASCADE and learn.leader is not Objective.NONE:
+        yield "learn.leader", "must be none: team.workflow = cascade has no Leader"
+    if set(objectives.values()) == {Objective.NONE}:
+        yield "learn.searcher", "no role has an objective, so nothing would be learnt"
+    for role in ("leader", "answerer"):
+        if objectives[role] is Objective.OPD:
+            yield f"learn.{role}", "must be grpo or none: only the Searcher is distilled"
+    yield from _groups(c)
+    distilled = Objective.OPD in objectives.values()
+    if distilled and not c.model.teacher:
+        yield "model.teacher", "learn.searcher = opd needs a teacher"
+    if c.model.teacher and not distilled:
+        yield "model.teacher", "no role is distilled (opd), so it would score nothing: leave it empty"
+    if distilled and not learn.beta > 0:
+        yield "learn.beta", "must be above 0: it weighs the only signal of learn.searcher = opd"
+    if Objective.GRPO in objectives.values() and learn.kl > 0 and not c.model.reference:
+        yield "model.reference", f"learn.kl = {learn.kl} needs a reference; 0 turns the penalty off"
+
+
+def _groups(c: Config) -> Iterator[Finding]:
+    """GRPO compares the rows of a group; a group of one teaches nothing."""
+    for role in ("leader", "searcher"):
+        if _get(c.learn, role) is Objective.GRPO and c.train.workflows < 2:
+            yield "train.workflows", f"learn.{role} = grpo compares workflows of one question: at least 2"
+    if c.learn.answerer is Objective.GRPO and c.team.candidates < 2:
+        yield "team.candidates", "learn.answerer = grpo compares candidates of one answer request: at least 2"
+
+
+_RULES = (_numbers, _sampling, _architecture, _mesh, _lengths)
+_PHASE_RULES = (_model, _data, _retrieval, _team, _training, _objectives)
+
+
+# ---------------------------------------------------------------- phases and chains
+
+
+def _rule_problems(config: Config | Chain, kind: Kind | None) -> Iterator[str]:
+    named = _phases_as_written(config)
+    if not named:
+        yield "config names no phase: a chain has one Config field per phase (is it a @dataclass?)."
+    if isinstance(config, Chain):
+        yield from _lines(config, "config", _run(config.run))
+    yield from _shared_groups(named)
+    for name, phase in named.items():
+        if name and kind not in (None, phase.train.kind):
+            continue
+        findings = [f for rule in _RULES for f in rule(phase)]
+        findings += [f for rule in _PHASE_RULES for f in rule(phase, kind or phase.train.kind)]
+        findings += _hand_over(name, named)
+        yield from _lines(phase, f"config.{name}" if name else "config", findings)
+
+
+def _lines(config: Config | Chain, path: str, findings: Iterable[Finding]) -> Iterator[str]:
+    return (f"{path}.{field} = {show(_get(config, field))}: {why}." for field, why in findings)
+
+
+def _phases_as_written(config: Config | Chain) -> dict[str, Config]:
+    """Unlike `config.phases`, names of phases are not yet replaced by folders."""
+    if isinstance(config, Config):
+        return {"": config}
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return {name: phase for name, phase in fields.items() if isinstance(phase, Config)}
+
+
+def _hand_over(name: str, named: dict[str, Config]) -> Iterator[Finding]:
+    """Weights come from a phase that has run before, was trained, and left an export."""
+    order = list(named)
+    for field in ("init", "teacher", "reference"):
+        source = _get(named[name].model, field)
+        if not source or source not in named:
+            continue
+        if order.index(source) >= order.index(name):
+            yield f"model.{field}", f"must name an earlier phase than {name}"
+        elif named[source].train.kind is Kind.EVALUATE:
+            yield f"model.{field}", f"phase {source} only evaluates and leaves no weights"
+        elif not named[source].run.export:
+            yield f"model.{field}", f"phase {source} leaves no weights: its run.export is false"
+
+
+def _shared_groups(named: dict[str, Config]) -> Iterator[str]:
+    """One object in two phases: an override of one would change the other without a word."""
+    seen = {}
+    for name, phase in named.items():
+        for group in ("", *field_types(phase)):
+            path = f"config.{name}.{group}".rstrip(".")
+            first = seen.setdefault(id(getattr(phase, group) if group else phase), path)
+            if first != path:
+                yield f"{path} and {first} are one object: build a phase from another with copy.deepcopy."
+
+
+def _get(group: object, dotted: str) -> typing.Any:
+    return functools.reduce(getattr, dotted.split("."), group)

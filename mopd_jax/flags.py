@@ -1,0 +1,192 @@
+"""The command line: `--config=FILE.py --config.group.field=value`, refused in words where it is wrong.
+
+`ml_collections` loads the file and applies the overrides. Around it stand the checks that it does
+not make: unknown fields, the spelling of tuples, and everything of `checks.validate`. Importing this
+costs a fraction of a second: no JAX.
+"""
+
+import dataclasses
+import enum
+import pathlib
+import re
+import runpy
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Iterator, Sequence
+
+import absl.flags
+from ml_collections import config_flags
+
+import mopd_jax.config
+from mopd_jax.checks import ConfigError, describe_type, field_types, unknown_field, validate
+from mopd_jax.config import Chain, Config, Kind
+
+absl.flags.disclaim_key_flags()
+
+_SCALARS = {
+    int: absl.flags.IntegerParser(),
+    float: absl.flags.FloatParser(),
+    bool: absl.flags.BooleanParser(),
+    str: absl.flags.ArgumentParser(),
+}
+
+_OVERRIDE = re.compile(r"--?(no)?config\.(?P<path>[^=]+)(=(?P<value>.*))?", re.DOTALL)
+
+
+def define_config(
+    flag_values: absl.flags.FlagValues = absl.flags.FLAGS, argv: Sequence[str] | None = None
+) -> absl.flags.FlagHolder:
+    """Defines `--config`; its value after parsing is the `Config` or `Chain`.
+
+    Args:
+      flag_values: registry of the flag.
+      argv: the whole command line with the program's name, if it is not `sys.argv`.
+    """
+    return config_flags.DEFINE_config_file(
+        "config",
+        help_string="Experiment file, e.g. configs/mini.py; --config.group.field=value overrides a field.",
+        flag_values=flag_values,
+        lock_config=False,
+        sys_argv=None if argv is None else list(argv),
+    )
+
+
+def parse(
+    argv: Sequence[str], kind: Kind | None = None, flag_values: absl.flags.FlagValues = absl.flags.FLAGS
+) -> list[str]:
+    """Parses and validates the command line: the `flags_parser` of `absl.app.run`.
+
+    Args:
+      argv: command line with the program's name.
+      kind: what the config is to be used for (see `validate`).
+      flag_values: registry in which `define_config` defined its flag.
+
+    Returns:
+      The program's name in a list: nothing else may be left over.
+
+    Raises:
+      SystemExit: with code 2 after printing what is wrong.
+    """
+    try:
+        return _parse(argv, kind, flag_values)
+    except (ConfigError, absl.flags.Error) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+def load(arguments: Sequence[str], kind: Kind | None = None) -> Config | Chain:
+    """Returns the validated config that these command-line arguments describe.
+
+    Raises:
+      ConfigError, absl.flags.Error: what is wrong, in words.
+    """
+    argv = ["load", *arguments]
+    flag_values = absl.flags.FlagValues()
+    holder = define_config(flag_values, argv)
+    _parse(argv, kind, flag_values)
+    return holder.value
+
+
+def _parse(argv: Sequence[str], kind: Kind | None, flag_values: absl.flags.FlagValues) -> list[str]:
+    expanded = flag_values.read_flags_from_files(list(argv), force_gnu=False)
+    file = _config_file(expanded)
+    if file:
+        _check_overrides(_read_config(file), expanded)
+    rest = flag_values(argv)  # --help prints and exits here
+    if not file:
+        raise ConfigError("No experiment is named: pass --config=FILE.py, e.g. --config=configs/mini.py.")
+    if len(rest) > 1:
+        raise ConfigError(f"Unexpected argument {rest[1]!r}: every argument is a flag, --name=value.")
+    validate(flag_values["config"].value, kind)
+    return rest
+
+
+def _config_file(argv: Sequence[str]) -> str:
+    """The last value of --config, "" where there is none."""
+    file = ""
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        if match := re.fullmatch(r"--?config(=(?P<value>.*))?", argument):
+            file = match["value"] if match[1] else following
+    return file
+
+
+def _read_config(flag: str) -> Config | Chain:
+    """Loads the file as it stands, without overrides, to know which fields there are."""
+    file, *argument = flag.split(":", 1)
+    if not pathlib.Path(file).is_file():
+        raise ConfigError(f"Config file {file!r} is not found from {pathlib.Path.cwd()}.")
+    try:
+        config = _run_config(file)(*argument)
+    except TypeError as error:
+        raise ConfigError(_explain(file, error)) from error
+    if not isinstance(config, Config | Chain):
+        raise ConfigError(
+            f"get_config() of {file} returned {type(config).__name__}, expected Config or Chain."
+        )
+    return config
+
+
+def _run_config(file: str) -> Callable[..., Config | Chain]:
+    module = runpy.run_path(file)
+    if "get_config" not in module:
+        raise ConfigError(f"{file} defines no get_config(), which returns the Config or Chain.")
+    return module["get_config"]
+
+
+def _explain(file: str, error: TypeError) -> str:
+    """Names the line of the config file, and the fields where a dataclass got an unknown one."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    message = f"{file}, line {lines[-1] if lines else '?'}: {error}."
+    unknown = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    group = getattr(mopd_jax.config, unknown[1], None) if unknown else None
+    return f"{message} {unknown_field(group(), unknown[2], unknown[1])}" if group else message
+
+
+def _check_overrides(config: Config | Chain, argv: Sequence[str]) -> None:
+    problems = []
+    for path, text, joined in _overrides(argv):
+        problems += _override_problem(config, path, text, joined)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _overrides(argv: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
+    """Yields field and text of every override, and whether the text is joined to it by "="."""
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        if argument == "--":
+            return
+        if match := _OVERRIDE.fullmatch(argument):
+            joined = match["value"] is not None
+            yield match["path"], match["value"] if joined else following, joined
+
+
+def _override_problem(config: Config | Chain, path: str, text: str, joined: bool) -> list[str]:
+    """Walks to the field; returns at most one message."""
+    group, where = config, "config"
+    for name in path.split("."):
+        if not dataclasses.is_dataclass(group):
+            return [f"{where} is a single field, so --config.{path} names nothing."]
+        if name not in field_types(group):
+            return [unknown_field(group, name, where)]
+        annotation = field_types(group)[name]
+        group, where = getattr(group, name), f"{where}.{name}"
+    if dataclasses.is_dataclass(annotation):
+        return [f"{where} is a group of fields, set one of them: {', '.join(field_types(group))}."]
+    switch = annotation is bool and not joined  # --config.run.export or --noconfig.run.export
+    if not switch and not _is_spelled(text, annotation):
+        return [f"{where} got {text!r}: expected {describe_type(annotation)}."]
+    return []
+
+
+def _is_spelled(text: str, annotation: type) -> bool:
+    """Whether the text can be a value of this type; `a,b` would silently be one element of a tuple."""
+    if typing.get_origin(annotation) is tuple:
+        return "," not in text or text.strip()[:1] in ("(", "[", "'", '"') or text.replace(",", "").isdigit()
+    if issubclass(annotation, enum.Enum):
+        return text.lower() in (member.name.lower() for member in annotation)
+    try:
+        _SCALARS[annotation].parse(text)
+    except ValueError:
+        return False
+    return True
