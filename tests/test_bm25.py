@@ -1,0 +1,130 @@
+"""BM25 search: ranking, fewer passages than asked for, refused corpora, recall on the real passages."""
+
+import json
+
+import pytest
+
+from mopd_jax.data.questions import load_questions
+from mopd_jax.data.recall import gold_recall
+from mopd_jax.retrieval.bm25 import BM25Search, read_corpus
+from mopd_jax.retrieval.search import Document
+
+PASSAGES = [
+    ("a", '"Oslo"\nOslo is the capital of Norway.'),
+    ("b", '"Rome"\nRome is the capital of Italy, on the river Tiber.'),
+    ("c", '"Tiber"\nThe Tiber is a river that flows through Rome.'),
+    ("d", '"Fjord"\nFjords are long narrow inlets.'),
+]
+
+
+def write_corpus(path, passages) -> str:
+    path.write_text("".join(json.dumps({"id": i, "contents": c}) + "\n" for i, c in passages), "utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def search(tmp_path_factory):
+    return BM25Search(write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", PASSAGES))
+
+
+def ids(results):
+    return [[document.id for document in documents] for documents in results]
+
+
+def test_two_queries_have_their_own_best_passage_and_a_batch_equals_single_searches(search):
+    queries = ["capital of Norway", "flowing rivers", "inlet"]
+    batch = search.search(queries, 2)
+    assert [documents[0].id for documents in batch] == ["a", "c", "d"]
+    assert batch == [search.search([query], 2)[0] for query in queries]
+    assert batch[0][0].title == '"Oslo"' and batch[0][0].text == "Oslo is the capital of Norway."
+
+
+@pytest.mark.parametrize("query", ["Tiber", "capital", "zzzz", "the of", ""])
+def test_two_passages_and_k_three_give_two_documents_none_repeated(tmp_path, query):
+    two = BM25Search(write_corpus(tmp_path / "two.jsonl", PASSAGES[1:3]))
+    (documents,) = two.search([query], 3)
+    assert sorted(document.id for document in documents) == ["b", "c"]
+
+
+def test_equal_scores_keep_the_order_of_the_corpus(tmp_path):
+    twins = [(str(i), f"title {i % 2}\nsame text here") for i in range(40)]
+    search = BM25Search(write_corpus(tmp_path / "twins.jsonl", twins))
+    assert ids(search.search(["same text", "unknownword"], 4)) == [["0", "1", "2", "3"]] * 2
+
+
+def test_no_query_gives_no_result(search):
+    assert search.search([], 3) == []
+
+
+def test_identity_follows_the_contents_of_the_corpus(tmp_path, search):
+    same = BM25Search(write_corpus(tmp_path / "same.jsonl", PASSAGES))
+    other = BM25Search(write_corpus(tmp_path / "other.jsonl", PASSAGES[:3]))
+    assert same.identity == search.identity != other.identity
+    assert search.identity.startswith("bm25:") and len(search.identity) == len("bm25:") + 16
+
+
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        (b'{"id": "2", "contents": ', "not JSON"),
+        (b'{"id": "2", "contents": "\xff"}', "not JSON"),
+        (b'["2", "text"]', "found a JSON list"),
+        (b'{"id": "2", "text": "t"}', '"contents" is missing'),
+        (b'{"id": "2", "contents": " "}', "\"contents\" is ' '"),
+        (b'{"contents": "t"}', '"id" is missing'),
+        (b'{"id": true, "contents": "t"}', '"id" is True'),
+        (b'{"id": "1", "contents": "t"}', "id '1' was already used in"),
+        (b'{"id": 1, "contents": "t"}', "id '1' was already used in"),
+    ],
+)
+def test_a_bad_line_is_refused_with_file_line_and_reason(tmp_path, line, reason):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"id": "1", "contents": "t"}\n\n' + line + b"\n")
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 3") as refusal:
+        read_corpus(str(path))
+    assert reason in str(refusal.value)
+
+
+def test_an_empty_corpus_is_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"empty\.jsonl: found no passage"):
+        read_corpus(str(tmp_path / "empty.jsonl"))
+
+
+def test_byte_order_mark_crlf_and_line_separators_inside_text_are_read(tmp_path):
+    path = tmp_path / "awkward.jsonl"
+    path.write_bytes(
+        '\ufeff{"id": 7, "contents": "T\u2028x\\ny"}\r\n{"id": "8", "contents": "z"}\r\n'.encode()
+    )
+    assert [(d.id, d.contents) for d in read_corpus(str(path))] == [("7", "T\u2028x\ny"), ("8", "z")]
+
+
+def test_the_original_search_r1_corpus_is_read(shared_data):
+    documents = read_corpus(str(shared_data / "raw" / "search_r1_example_corpus.jsonl"))
+    assert [d.id for d in documents] == [str(i) for i in range(10)]
+    assert documents[0].title == '"Evan Morris"'
+
+
+@pytest.mark.parametrize(
+    "passage, golds, recall",
+    [
+        ("Paris\nThe U.S. won in 1995.", ("us",), 1.0),
+        ("Paris\nThe U.S. won in 1995.", ("99", "5"), 0.0),
+        ("Paris\nThe U.S. won in 1995.", ("the Paris", "no"), 1.0),
+        ("Paris\nyes, no, a", ("Yes", "no", "---", "The"), None),
+    ],
+)
+def test_recall_looks_for_whole_normalised_words(passage, golds, recall):
+    assert gold_recall(golds, [Document("0", "Else\nnothing"), Document("1", passage)]) == recall
+
+
+def test_recall_on_the_real_passages_is_the_published_one(shared_data):
+    search = BM25Search(str(shared_data / "corpus.jsonl"))
+    assert search.identity == "bm25:7df127d20ae02a90"
+    found = {}
+    for name in ("nq", "popqa", "hotpotqa"):
+        questions = load_questions(str(shared_data / "questions" / f"{name}.jsonl"))
+        results = search.search([q.text for q in questions], 3)
+        recalls = [gold_recall(q.answers, docs) for q, docs in zip(questions, results, strict=True)]
+        found[name] = len(recalls) - recalls.count(None), recalls.count(1.0)
+    assert found == {"nq": (497, 296), "popqa": (498, 260), "hotpotqa": (464, 285)}
