@@ -1,0 +1,113 @@
+"""Conversations to imitate: what the supervised warm-up reads, from a user's file or a generator."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from mopd_jax.retrieval.search import Document
+from mopd_jax.team.episode import Message, Role
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One role's conversation: what the environment said, and the turns that are to be learnt."""
+
+    role: Role
+    messages: tuple[Message | str, ...]
+    """Environment messages and, as plain strings, the assistant's turns; the last one is a turn."""
+
+
+class FileDemonstrations:
+    """Shuffled conversations as a stateless function of the step: each epoch has its own order."""
+
+    def __init__(self, conversations: Sequence[Conversation], seed: int):
+        """Takes at least one conversation.
+
+        Raises:
+          ValueError: there is none.
+        """
+        if not conversations:
+            raise ValueError("Found no demonstrations, expected at least one conversation.")
+        self._conversations = conversations
+        self._seed = seed
+        self.fingerprint = hashlib.sha256(repr(conversations).encode()).hexdigest()
+
+    def batch(self, step: int, count: int) -> list[Conversation]:
+        """Returns the `count` conversations of a step. An epoch's end may fall inside a batch."""
+        size = len(self._conversations)
+        positions = range(step * count, (step + 1) * count)
+        orders = {
+            epoch: np.random.default_rng([self._seed, epoch]).permutation(size)
+            for epoch in {position // size for position in positions}
+        }
+        return [self._conversations[orders[p // size][p % size]] for p in positions]
+
+
+def read_conversations(path: epath.PathLike) -> list[Conversation]:
+    """Returns the conversations of a JSON Lines file, one per line:
+
+    `{"role": "searcher", "messages": [{"role": "system"|"user"|"assistant", "content": "…"}, …]}`
+
+    The first message may be a system message; then user and assistant take turns, the assistant last.
+    A user message may carry `"documents": [{"id", "contents"}, …]`; they are framed and shortened as in
+    a rollout.
+
+    Raises:
+      ValueError: names the file, the line, what was found and what was expected.
+    """
+    # Only "\n" ends a line: texts hold U+2028 and other characters at which splitlines() would cut.
+    lines = epath.Path(path).read_bytes().decode("utf-8-sig").split("\n")
+    return [_conversation(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
+
+
+def _conversation(line: str, where: str) -> Conversation:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: found no JSON ({error}), expected one conversation per line.") from error
+    if not isinstance(record, dict) or set(record) != {"role", "messages"}:
+        found = f"fields {list(record)}" if isinstance(record, dict) else _short(record)
+        raise ValueError(f"{where}: found {found}, expected an object with the fields 'role' and 'messages'.")
+    roles = [role.value for role in Role]
+    if record["role"] not in roles:
+        raise ValueError(f"{where}: found role {record['role']!r}, expected one of {roles}.")
+    _check_order(record["messages"], where)
+    return Conversation(Role(record["role"]), tuple(_message(m, where) for m in record["messages"]))
+
+
+def _check_order(messages: Any, where: str):
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise ValueError(f"{where}: found messages {_short(messages)}, expected a list of objects.")
+    found = [m.get("role") for m in messages]
+    turns = found[1:] if found[:1] == ["system"] else found
+    if not turns or turns != ["user", "assistant"] * (len(turns) // 2):
+        raise ValueError(
+            f"{where}: found messages of {found}, expected an optional system message, then user and "
+            "assistant by turns, the assistant last."
+        )
+
+
+def _message(message: dict[str, Any], where: str) -> Message | str:
+    content = message.get("content")
+    known = {"role", "content"} | ({"documents"} if message["role"] == "user" else set())
+    if not isinstance(content, str) or not set(message) <= known:
+        raise ValueError(
+            f"{where}: found a message {_short(message)}, expected a text as content and no fields "
+            f"but {sorted(known)}."
+        )
+    if message["role"] == "assistant":
+        return content
+    documents = message.get("documents", [])
+    if not all(isinstance(d, dict) and set(d) == {"id", "contents"} for d in documents):
+        raise ValueError(f'{where}: found documents {_short(documents)}, expected [{{"id", "contents"}}, …].')
+    return Message(message["role"], content, tuple(Document(**d) for d in documents))
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:80] + "…"

@@ -1,0 +1,188 @@
+"""Demonstrations of the embedded world: scripted experts act in the real workflows.
+
+The experts read their facts in the documents that the search returns, and each batch is played in a
+world of its own with new names and facts: there is nothing to memorise but how to look things up, and
+no demonstration can tell anything about the world that is evaluated.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+import numpy as np
+
+from mopd_jax.config import TeamConfig, Workflow
+from mopd_jax.data import miniature
+from mopd_jax.data.demonstrations import Conversation
+from mopd_jax.data.miniature import UNKNOWN, World, parse_chain
+from mopd_jax.retrieval.miniature import MiniatureSearch
+from mopd_jax.retrieval.search import Document, Retriever
+from mopd_jax.team.episode import Message, Outcome, Role, SampleRequest, Stop, Turn
+from mopd_jax.team.workflows import WORKFLOWS, Steps
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How imperfect the experts are: probabilities, each drawn where its decision is taken [D]."""
+
+    skip: float = 0.0
+    """A Searcher reports a guess without any search."""
+    vague: float = 0.0
+    """A query names the subject only."""
+    impatient: float = 0.0
+    """A Searcher reports "unknown" after a search without success instead of asking in other words."""
+    short: float = 0.0
+    """A Searcher asked for a two-fact chain reports the first fact's value."""
+    malformed: float = 0.0
+    """A Searcher's turn breaks the grammar."""
+    hasty: float = 0.0
+    """The Leader asks for the answer after a sub-task although more are needed."""
+    mistaken: float = 0.0
+    """The Answerer names something else."""
+
+
+STREAMS = {
+    "facts": Noise(),
+    "noisy": Noise(skip=0.2, vague=0.35, impatient=0.6, short=0.4, malformed=0.06, hasty=0.3, mistaken=0.2),
+}
+"""The streams of the warm-up: clean look-ups, then what makes the base policy as weak as it should be."""
+
+Expert = Generator[str, Message, None]
+"""One role in one conversation: yields its turns, is resumed with what the environment says."""
+
+
+class Demonstrations:
+    """An endless stream of conversations, as a stateless function of the step."""
+
+    def __init__(self, stream: str, team: TeamConfig, seed: int):
+        """Takes a name from `STREAMS` and the limits of the workflows that are to be demonstrated.
+
+        Raises:
+          ValueError: another stream.
+        """
+        if stream not in STREAMS:
+            raise ValueError(f"Found demonstrations {stream!r}, expected one of {list(STREAMS)}.")
+        self._noise = STREAMS[stream]
+        self._teams = [dataclasses.replace(team, workflow=workflow) for workflow in Workflow]
+        self.fingerprint = f"miniature:{stream}:{self._noise}"
+        self._seed = [seed, list(STREAMS).index(stream)]
+
+    def batch(self, step: int, count: int) -> list[Conversation]:
+        """Returns `count` conversations of all roles, cascades and hierarchies by turns."""
+        rng = np.random.default_rng([*self._seed, step])
+        world = World(int(rng.integers(2**63)))
+        retriever = MiniatureSearch(world.passages)
+        conversations: list[Conversation] = []
+        for i, question in enumerate(world.questions("train")):
+            if len(conversations) >= count:
+                break
+            team = self._teams[i % len(self._teams)]
+            steps = WORKFLOWS[team.workflow](question.text, team, miniature.PROMPTS, 1)
+            conversations += play(steps, team, retriever, self._noise, rng)[0]
+        return conversations[:count]
+
+
+def play(
+    steps: Steps, team: TeamConfig, retriever: Retriever, noise: Noise, rng: np.random.Generator
+) -> tuple[list[Conversation], Outcome]:
+    """Runs one workflow with experts in all roles. Returns their conversations, in order of opening,
+    and the workflow's outcome."""
+    experts: dict[int, Expert] = {}
+    logs: dict[int, tuple[Role, list[Message | str]]] = {}
+    reply = None
+    while True:
+        try:
+            request = steps.send(reply)
+        except StopIteration as end:
+            return [Conversation(role, tuple(log)) for role, log in logs.values()], end.value
+        if not isinstance(request, SampleRequest):
+            (reply,) = retriever.search([request.query], 3)
+            continue
+        *_, message = request.messages
+        role, log = logs.setdefault(request.session, (request.role, []))
+        if request.session in experts:
+            text = experts[request.session].send(message)
+        else:
+            experts[request.session] = EXPERTS[role](message, team, noise, rng)
+            text = next(experts[request.session])
+        log += [*request.messages, text]
+        reply = (Turn(text, Stop.END),) * request.candidates
+
+
+def _leader(message: Message, team: TeamConfig, noise: Noise, rng: np.random.Generator) -> Expert:
+    """Asks for one fact after the other; a fact that was not found is asked for again."""
+    subject, relations = parse_chain(message.content)
+    remaining = list(relations)
+    for _ in range(team.leader_turns - 1):
+        if not remaining:
+            break
+        message = yield f"<task>{subject}'s {remaining[0]}</task>"
+        found = re.search(r">(.*)</result>", message.content)[1]
+        if found != UNKNOWN:
+            subject = found
+            remaining.pop(0)
+        if rng.random() < noise.hasty:
+            break
+    yield "<request_answer></request_answer>"
+
+
+def _searcher(message: Message, team: TeamConfig, noise: Noise, rng: np.random.Generator) -> Expert:
+    """Looks one fact up after the other, each in up to three wordings, and reports the last value."""
+    subject, relations = parse_chain(message.content)
+    if rng.random() < noise.skip:
+        yield f"<summary>{_guess(relations[-1], rng)}</summary>"
+        return
+    if len(relations) > 1 and rng.random() < noise.short:
+        relations = relations[:1]
+    left = team.session_searches
+    for relation in relations:
+        value = None
+        for form in miniature.QUERY_FORMS[:left]:
+            query = form.format(subject=subject, relation=relation)
+            if rng.random() < noise.vague:
+                query = subject
+            if rng.random() < noise.malformed:
+                yield f"<search>{query}"
+            message = yield f"<search>{query}</search>"
+            left -= 1
+            value = _read(message.documents, subject, relation)
+            if value or rng.random() < noise.impatient:
+                break
+        if value is None:
+            yield f"<summary>{UNKNOWN}</summary>"
+            return
+        subject = value
+    yield f"<summary>{subject}</summary>"
+
+
+def _answerer(message: Message, team: TeamConfig, noise: Noise, rng: np.random.Generator) -> Expert:
+    """Gives the last thing that was found."""
+    del team
+    results = re.findall(r"Result: (\w+(?: \w+)?)", message.content)
+    found = [result for result in results if result != UNKNOWN]
+    _, relations = parse_chain(message.content.split("Task 1")[0])
+    guessing = not found or rng.random() < noise.mistaken
+    yield f"<answer>{_guess(relations[-1], rng) if guessing else found[-1]}</answer>"
+
+
+EXPERTS: dict[Role, Callable[[Message, TeamConfig, Noise, np.random.Generator], Expert]] = {
+    Role.LEADER: _leader,
+    Role.SEARCHER: _searcher,
+    Role.ANSWERER: _answerer,
+}
+
+
+def _read(documents: tuple[Document, ...], subject: str, relation: str) -> str | None:
+    """Returns the value that a document states, None if none does."""
+    fact = re.compile(re.escape(f"{subject}'s {relation} is ") + r"([^.]*)\.")
+    stated = [match[1] for document in documents if (match := fact.search(document.text))]
+    return stated[0] if stated else None
+
+
+def _guess(relation: str, rng: np.random.Generator) -> str:
+    """Returns any name of the kind that the relation leads to."""
+    names = miniature.PLACE_NAMES if relation in miniature.TO_PLACES else miniature.WORK_NAMES
+    if relation in miniature.TO_PEOPLE:
+        names = miniature.FIRST, miniature.LAST
+    return " ".join(rng.choice(words) for words in names)
