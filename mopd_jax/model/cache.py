@@ -1,0 +1,152 @@
+"""The key/value cache of the sampler: per group one shared history, per candidate one private turn.
+
+A prompt is written once into the history of a group, whatever the number of its candidates; each
+candidate decodes into its own turn region. A finished turn of a one-candidate conversation is
+committed to the history, so that the conversation is extended and never recomputed.
+
+bfloat16 is stored as its bits (uint16): XLA on CPU computes no bfloat16 outside of products, and would
+convert the whole cache to float32 and back around every gather and scatter.
+
+Lengths say what is valid: nothing past them is ever read, so it is never cleared. Writes that are
+addressed to group G (a padding row) or past the capacity are dropped; keeping `history_length` within
+P and `turn_length` within S is the caller's part. All functions are pure: jit them with the cache donated.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+
+@flax.struct.dataclass
+class KVCache:
+    """Keys and values of G groups with C candidates, in L layers of K heads of width H."""
+
+    history_k: jax.Array  # [L, G, P, K, H]; the key at position p has index p
+    history_v: jax.Array  # [L, G, P, K, H]
+    history_length: jax.Array  # int32 [G]
+    turn_k: jax.Array  # [L, G, C, S, K, H]; index s has position history_length + s
+    turn_v: jax.Array  # [L, G, C, S, K, H]
+    turn_length: jax.Array  # int32 [G, C]
+
+
+HISTORY_AXES = ("layers", "groups", "slots", "kv_heads", "head_dim")
+TURN_AXES = ("layers", "groups", "candidates", "slots", "kv_heads", "head_dim")
+
+CACHE_AXES = KVCache(
+    history_k=HISTORY_AXES,
+    history_v=HISTORY_AXES,
+    history_length=("groups",),
+    turn_k=TURN_AXES,
+    turn_v=TURN_AXES,
+    turn_length=("groups", "candidates"),
+)
+
+
+def stored_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Returns the type in which a cache of `dtype` lies in memory."""
+    return jnp.uint16 if dtype == jnp.bfloat16 else dtype
+
+
+def load(stored: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns keys or values read from a cache, as `dtype`."""
+    values = jax.lax.bitcast_convert_type(stored, jnp.bfloat16) if stored.dtype == jnp.uint16 else stored
+    return values.astype(dtype)
+
+
+def _store(values: jax.Array, like: jax.Array) -> jax.Array:
+    if like.dtype == jnp.uint16:
+        return jax.lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
+    return values.astype(like.dtype)
+
+
+def set_history(cache: KVCache, groups_R: jax.Array, lengths_R: jax.Array) -> KVCache:
+    """Returns the cache with the histories of `groups` cut to `lengths` and their turns emptied."""
+    return cache.replace(
+        history_length=cache.history_length.at[groups_R].set(lengths_R, mode="drop"),
+        turn_length=cache.turn_length.at[groups_R].set(0, mode="drop"),
+    )
+
+
+def copy_history(cache: KVCache, source_R: jax.Array, target_R: jax.Array, lengths_R: jax.Array) -> KVCache:
+    """Returns the cache in which each target group starts with the first `lengths` tokens of its source.
+
+    Rows are copied in order. Turns of the targets are emptied; target G marks a padding row.
+    """
+    L, G = cache.history_k.shape[:2]
+    real_R = target_R < G
+    to_R = jnp.where(real_R, target_R, G - 1)
+    from_R = jnp.where(real_R, source_R, G - 1)  # a padding row copies the last group onto itself
+
+    def copy_slice(i, histories):
+        row, layer = i // L, i % L
+        return [x.at[layer, to_R[row]].set(x[layer, from_R[row]]) for x in histories]
+
+    # One slice at a time: XLA on TPU copies the whole cache, twice, for one gather of several rows.
+    histories = [cache.history_k, cache.history_v]
+    history_k, history_v = jax.lax.fori_loop(0, L * len(target_R), copy_slice, histories)
+    return set_history(cache.replace(history_k=history_k, history_v=history_v), target_R, lengths_R)
+
+
+def commit_turns(cache: KVCache, groups_R: jax.Array) -> KVCache:
+    """Returns the cache with the turns of `groups` moved to the end of their histories.
+
+    Active groups are distinct; group G marks a padding row. Raises ValueError where a group has
+    several candidates.
+    """
+    L, _, C, S = cache.turn_k.shape[:4]
+    if C != 1:
+        raise ValueError(f"a group of {C} candidates has no one turn to commit: use a cache with 1 candidate")
+    start_R = cache.history_length.at[groups_R].get(mode="clip")
+    length_R = cache.turn_length.at[groups_R, 0].get(mode="clip")
+    index_RS = _append_index(start_R, length_R, S, cache.history_k.shape[2])
+
+    def append(layer, history, turn):
+        rows_RSKH = jax.lax.map(lambda group: turn[layer, group, 0], groups_R)
+        return history.at[layer, groups_R[:, None], index_RS].set(rows_RSKH, mode="drop")
+
+    def commit_layer(layer, histories):
+        return append(layer, histories[0], cache.turn_k), append(layer, histories[1], cache.turn_v)
+
+    history_k, history_v = jax.lax.fori_loop(0, L, commit_layer, (cache.history_k, cache.history_v))
+    committed = cache.replace(history_k=history_k, history_v=history_v)
+    return set_history(committed, groups_R, start_R + length_R)
+
+
+def append_history(
+    cache: KVCache,
+    layer: jax.Array,
+    groups_R: jax.Array,
+    lengths_R: jax.Array,
+    k_RTKH: jax.Array,
+    v_RTKH: jax.Array,
+) -> KVCache:
+    """Returns the cache with the first `lengths` of T keys and values written behind each history.
+
+    `history_length` stays: it grows once, after the last layer.
+    """
+    start_R = cache.history_length.at[groups_R].get(mode="clip")
+    index_RT = _append_index(start_R, lengths_R, k_RTKH.shape[1], cache.history_k.shape[2])
+    at = (layer, groups_R[:, None], index_RT)
+    return cache.replace(
+        history_k=cache.history_k.at[at].set(_store(k_RTKH, cache.history_k), mode="drop"),
+        history_v=cache.history_v.at[at].set(_store(v_RTKH, cache.history_v), mode="drop"),
+    )
+
+
+def append_turn(
+    cache: KVCache, layer: jax.Array, active_GC: jax.Array, k_GCKH: jax.Array, v_GCKH: jax.Array
+) -> KVCache:
+    """Returns the cache with one key and value written behind each active turn; `turn_length` stays."""
+    G, C, S = cache.turn_k.shape[1:4]
+    index_GC = jnp.where(active_GC, cache.turn_length, S)
+    at = (layer, jnp.arange(G)[:, None], jnp.arange(C), index_GC)
+    return cache.replace(
+        turn_k=cache.turn_k.at[at].set(_store(k_GCKH, cache.turn_k), mode="drop"),
+        turn_v=cache.turn_v.at[at].set(_store(v_GCKH, cache.turn_v), mode="drop"),
+    )
+
+
+def _append_index(start_R: jax.Array, length_R: jax.Array, count: int, capacity: int) -> jax.Array:
+    """Indices [R, count] from `start` on; those past `length` are the capacity, where writes are dropped."""
+    offset = jnp.arange(count)
+    return jnp.where(offset < length_R[:, None], start_R[:, None] + offset, capacity)

@@ -1,0 +1,168 @@
+"""Where every array lies: one table from logical axes to mesh axes, and the shardings it implies.
+
+The mesh has three axes: `data` (rows only), `fsdp` (rows, and the width of the weights) and `tensor`
+(heads, MLP width and vocabulary). Arrays name their axes logically where they are made; `spec`
+translates. A name that is not in the table and two axes of one array on one mesh axis are errors,
+never a silently replicated array.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+RULES: dict[str, tuple[str, ...]] = {
+    # weights
+    "layers": (),
+    "embed": ("fsdp",),
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "norm": (),
+    # activations: rows are split, the residual stream is whole on each device
+    "batch": ("data", "fsdp"),
+    "length": (),
+    "width": (),
+    # key/value cache: groups are its rows
+    "groups": ("data", "fsdp"),
+    "candidates": (),
+    "slots": (),
+}
+
+
+def spec(axes: tuple[str, ...]) -> PartitionSpec:
+    """Translates logical axis names to a `PartitionSpec`, one entry per name.
+
+    Raises ValueError for a name that is not in `RULES`, and for two names on one mesh axis.
+    """
+    taken: dict[str, str] = {}
+    entries = []
+    for name in axes:
+        if name not in RULES:
+            raise ValueError(
+                f"logical axis {name!r} of {axes} is not in the table: known are {sorted(RULES)}"
+            )
+        for mesh_axis in RULES[name]:
+            if mesh_axis in taken:
+                raise ValueError(
+                    f"logical axes {taken[mesh_axis]!r} and {name!r} of {axes} both lie on mesh axis "
+                    f"{mesh_axis!r}: rename one of them or change RULES"
+                )
+            taken[mesh_axis] = name
+        entries.append(RULES[name] if len(RULES[name]) > 1 else next(iter(RULES[name]), None))
+    return PartitionSpec(*entries)
+
+
+def make_mesh(shape: tuple[int, int, int], devices: list[jax.Device] | None = None) -> Mesh:
+    """Returns a mesh over (data, fsdp, tensor) with automatic axes.
+
+    `devices` defaults to all devices of all processes. Raises ValueError if `shape` does not use
+    each of them exactly once.
+    """
+    devices = jax.devices() if devices is None else devices
+    if len(shape) != len(MESH_AXES) or math.prod(shape) != len(devices):
+        raise ValueError(
+            f"mesh {tuple(shape)} over {MESH_AXES} needs {math.prod(shape)} devices, found {len(devices)}: "
+            "change mesh.shape so that its product is the number of devices"
+        )
+    grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+@contextlib.contextmanager
+def on_mesh(mesh: Mesh) -> Iterator[None]:
+    """Traces and runs for `mesh`: `constrain` and the axis names of the parameters take effect."""
+    with jax.set_mesh(mesh), nn.logical_axis_rules([(name, axes or None) for name, axes in RULES.items()]):
+        yield
+
+
+def constrain(x: jax.Array, *axes: str) -> jax.Array:
+    """Returns `x` laid out as `axes` say on the mesh of `on_mesh`; `x` itself outside of one.
+
+    Linen's own constraint does nothing, without a word, where the rules are not set: hence this one.
+    """
+    layout = spec(axes)
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, layout)
+
+
+def data_shards() -> int:
+    """Returns over how many devices `on_mesh` splits rows: 1 outside of it."""
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    return math.prod(sizes.get(axis, 1) for axis in RULES["batch"])
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Returns over how many devices of `mesh` rows are split; the number of rows is a multiple of it."""
+    return math.prod(mesh.shape[axis] for axis in RULES["batch"])
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of arrays whose first axis is rows, e.g. ids [B, T]; the rest is whole."""
+    return NamedSharding(mesh, spec(("batch",)))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of an array that is whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def abstract_params(model: nn.Module) -> dict[str, Any]:
+    """Returns the parameter tree as `ShapeDtypeStruct`s (float32), without allocating anything."""
+    return jax.eval_shape(lambda: nn.unbox(_boxed_params(model, jax.random.key(0))))
+
+
+def param_shardings(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
+    """Returns the `NamedSharding` of each parameter, from the axis names declared beside it.
+
+    Raises ValueError for a parameter axis that its mesh axis does not divide.
+    """
+    axes = nn.get_partition_spec(jax.eval_shape(lambda: _boxed_params(model, jax.random.key(0))))
+    shardings = jax.tree.map(lambda names: NamedSharding(mesh, spec(tuple(names))), axes, is_leaf=_is_spec)
+    jax.tree_util.tree_map_with_path(_check_divides, abstract_params(model), axes, shardings)
+    return shardings
+
+
+def init_params(
+    model: nn.Module, key: jax.Array, mesh: Mesh, dtype: jnp.dtype = jnp.float32
+) -> dict[str, Any]:
+    """Returns random parameters, made by each device for its own shards only."""
+    shardings = param_shardings(model, mesh)
+
+    def init(key):
+        return jax.tree.map(lambda x: x.astype(dtype), nn.unbox(_boxed_params(model, key)))
+
+    with on_mesh(mesh):
+        return jax.jit(init, out_shardings=shardings)(key)
+
+
+def _boxed_params(model: nn.Module, key: jax.Array) -> dict[str, Any]:
+    # One token per data shard: the fewest rows that the constraints inside the model accept.
+    token = jnp.zeros((data_shards(), 1), jnp.int32)
+    return model.init(key, token, token, token, method="logits")["params"]
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _check_divides(path, array: jax.ShapeDtypeStruct, axes: PartitionSpec, sharding: NamedSharding) -> None:
+    for size, name, entry in zip(array.shape, axes, sharding.spec, strict=True):
+        mesh_axes = (entry,) if isinstance(entry, str) else entry or ()
+        parts = math.prod(sharding.mesh.shape[axis] for axis in mesh_axes)
+        if size % parts:
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)}: axis {name!r} of size {size} cannot be split over "
+                f"{'×'.join(mesh_axes)} = {parts}: choose a mesh whose {'×'.join(mesh_axes)} divides {size}"
+            )
