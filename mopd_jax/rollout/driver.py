@@ -1,0 +1,252 @@
+"""Runs many workflows over one engine and one retriever, and keeps their conversations as rows."""
+
+import collections
+import hashlib
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from absl import logging
+
+from mopd_jax.model.tokens import Tokens
+from mopd_jax.retrieval.search import Retriever, SearchError
+from mopd_jax.rollout.engine import Conversation, Engine, Sample, Ticket
+from mopd_jax.rollout.render import Renderer
+from mopd_jax.team.episode import (
+    Episode,
+    Outcome,
+    Question,
+    Reply,
+    Request,
+    Role,
+    Row,
+    SampleRequest,
+    SearchRequest,
+    Session,
+    Stop,
+    Turn,
+)
+
+WorkflowFactory = Callable[[str], Generator[Request, Reply, Outcome]]
+"""Starts a workflow on a question's text."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One workflow to run."""
+
+    question: Question
+    draw: int
+    workflow: int
+
+
+@dataclass
+class _Transcript:
+    """One conversation as it grows; one per candidate once an answer request has been sampled."""
+
+    role: Role
+    conversation: Conversation = field(default_factory=Conversation)
+    mask: list[bool] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    turns: int = 0
+    closed: bool = True
+    """The last sampled id is the template's own end of turn."""
+
+    def add_prompt(self, ids: Sequence[int]) -> None:
+        self.conversation.ids.extend(ids)
+        self.mask.extend([False] * len(ids))
+        self.logps.extend([0.0] * len(ids))
+
+    def add_sample(self, sample: Sample, end_of_turn: int) -> None:
+        self.conversation.ids.extend(sample.ids.tolist())
+        self.mask.extend([True] * len(sample.ids))
+        self.logps.extend(sample.logps.tolist())
+        self.turns += 1
+        self.closed = sample.ids[-1] == end_of_turn
+
+    def fork(self) -> "_Transcript":
+        copy = Conversation(list(self.conversation.ids))
+        return _Transcript(self.role, copy, list(self.mask), list(self.logps), self.turns, self.closed)
+
+    def row(self, session: Session) -> Row:
+        return Row(
+            role=session.role,
+            session=session.session,
+            candidate=session.candidate,
+            status=session.status,
+            searches=session.searches,
+            body=session.body,
+            ids=np.asarray(self.conversation.ids, np.int32),
+            mask=np.asarray(self.mask, bool),
+            logps=np.asarray(self.logps, np.float32),
+            turns=self.turns,
+        )
+
+
+class _Live:
+    """One workflow in progress: its generator, its conversations, its counts."""
+
+    def __init__(self, task: Task, generator: Generator[Request, Reply, Outcome]):
+        self.task, self._generator = task, generator
+        self.sessions: dict[int, list[_Transcript]] = {}
+        self.request: Request | None = next(generator)
+        """What the workflow waits for; None once it has ended."""
+        self.episode = Episode(task.question, task.draw, task.workflow)
+
+    def resume(self, reply: Reply) -> None:
+        """Hands the reply over and takes the next request, or the outcome."""
+        try:
+            self.request = self._generator.send(reply)
+        except StopIteration as stop:
+            self.request = None
+            self._finish(stop.value)
+
+    def _finish(self, outcome: Outcome) -> None:
+        self.episode.rows = [self.sessions[s.session][s.candidate].row(s) for s in outcome.sessions]
+        self.episode.answers, self.episode.searches = outcome.answers, outcome.searches
+
+    def abort(self) -> None:
+        self._generator.close()
+        self.request = None
+        self.episode.aborted = True
+
+
+def sampling_key(seed: int, task: Task, role: Role, session: int, turn: int, candidate: int) -> np.ndarray:
+    """Returns uint32 [2], the key of one turn: a hash of everything that tells it from any other."""
+    q = task.question
+    parts = (seed, q.dataset, q.split, q.id, task.draw, task.workflow, role.value, session, turn, candidate)
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return np.frombuffer(digest, np.uint32)
+
+
+class Driver:
+    """Runs workflows to their ends.
+
+    Args:
+      engine: samples the turns.
+      retriever: answers the searches, `k` documents each.
+      renderer: turns environment messages into ids.
+      tokens: decodes sampled turns.
+      row_tokens: a turn that might pass this length is not sampled (`Stop.CONTEXT`).
+      alive: workflows in progress at once; each may hold several conversations of the engine.
+      seed: enters every sampling key.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        retriever: Retriever,
+        renderer: Renderer,
+        tokens: Tokens,
+        *,
+        k: int,
+        row_tokens: int,
+        alive: int,
+        seed: int,
+    ):
+        self._engine, self.retriever, self._renderer, self._tokens = engine, retriever, renderer, tokens
+        self._k, self._row_tokens, self._alive, self._seed = k, row_tokens, alive, seed
+
+    def run(self, workflow: WorkflowFactory, tasks: Sequence[Task]) -> list[Episode]:
+        """Runs `workflow` on every task; returns the episodes in the tasks' order.
+
+        A workflow whose search fails for good comes back with `aborted` set and no rows.
+        """
+        lives = [_Live(task, workflow(task.question.text)) for task in tasks]
+        pending = collections.deque(lives)
+        sampling: dict[int, _Live] = {}
+        searching: list[_Live] = []
+        while pending or sampling or searching:
+            ready = self._search(searching) + self._sample(sampling)
+            searching = []
+            room = self._alive - len(sampling) - sum(live.request is not None for live in ready)
+            ready += [pending.popleft() for _ in range(min(room, len(pending)))]
+            for live in ready:
+                self._submit(live, sampling)
+                if isinstance(live.request, SearchRequest):
+                    searching.append(live)
+        return [live.episode for live in lives]
+
+    def _submit(self, live: _Live, sampling: dict[int, _Live]) -> None:
+        """Queues the turn the workflow asks for; one without room for it is told so at once."""
+        while isinstance(request := live.request, SampleRequest):
+            self._release(live, request)
+            transcript = live.sessions.setdefault(request.session, [_Transcript(request.role)])[0]
+            prompt = self._prompt(transcript, request)
+            if len(transcript.conversation.ids) + len(prompt) + request.max_tokens <= self._row_tokens:
+                transcript.add_prompt(prompt)
+                self._engine.submit(Ticket(transcript.conversation, self._keys(live, request), request.max_tokens))
+                sampling[id(transcript.conversation)] = live
+                return
+            live.sessions[request.session] = [transcript.fork() for _ in range(request.candidates)]
+            self._engine.release(transcript.conversation)
+            live.resume((Turn("", Stop.CONTEXT),) * request.candidates)
+        if live.request is None:
+            self._release(live, None)
+
+    def _release(self, live: _Live, speaking: SampleRequest | None) -> None:
+        """Gives back the caches of conversations that have ended: all but the one that speaks, and a
+        Leader's while a Searcher works for it."""
+        for session, (transcript, *_) in live.sessions.items():
+            speaks = speaking is not None and session == speaking.session
+            waits = speaking is not None and speaking.role is Role.SEARCHER and transcript.role is Role.LEADER
+            if not (speaks or waits):
+                self._engine.release(transcript.conversation)
+
+    def _prompt(self, transcript: _Transcript, request: SampleRequest) -> list[int]:
+        if not transcript.conversation.ids:
+            return self._renderer.open(request.messages)
+        (message,) = request.messages
+        return self._renderer.reply(message, transcript.closed)
+
+    def _keys(self, live: _Live, request: SampleRequest) -> np.ndarray:
+        turn = live.sessions[request.session][0].turns
+        return np.stack(
+            [
+                sampling_key(self._seed, live.task, request.role, request.session, turn, candidate)
+                for candidate in range(request.candidates)
+            ]
+        )
+
+    def _sample(self, sampling: dict[int, _Live]) -> list[_Live]:
+        """Takes the finished turns from the engine; returns the workflows that go on with them."""
+        ready = []
+        for ticket, samples in self._engine.step():
+            live = sampling.pop(id(ticket.conversation))
+            self._record(live, samples)
+            live.resume(tuple(Turn(self._text(sample), sample.stop) for sample in samples))
+            ready.append(live)
+        return ready
+
+    def _record(self, live: _Live, samples: list[Sample]) -> None:
+        """Writes samples into the conversation they belong to, one copy of it per candidate."""
+        first = live.sessions[live.request.session][0]
+        prompt = len(first.conversation.ids)
+        transcripts = [first] + [first.fork() for _ in samples[1:]]
+        live.sessions[live.request.session] = transcripts
+        for transcript, sample in zip(transcripts, samples, strict=True):
+            transcript.add_sample(sample, self._tokens.end_of_turn_id)
+        live.episode.calls += len(samples)
+        live.episode.input_tokens += prompt * len(samples)
+        live.episode.output_tokens += sum(len(sample.ids) for sample in samples)
+
+    def _text(self, sample: Sample) -> str:
+        return self._tokens.decode(sample.ids[:-1] if sample.stop is Stop.END else sample.ids)
+
+    def _search(self, searching: list[_Live]) -> list[_Live]:
+        """Answers all waiting searches in one batch; returns their workflows, aborted ones included."""
+        if not searching:
+            return []
+        queries = [live.request.query for live in searching]
+        try:
+            found = self.retriever.search(queries, self._k)
+        except SearchError as error:
+            logging.warning("%d workflows aborted: %s", len(searching), error)
+            for live in searching:
+                live.abort()
+            return searching
+        for live, query, documents in zip(searching, queries, found, strict=True):
+            live.episode.queries += (query,)
+            live.episode.documents += (documents,)
+            live.resume(documents)
+        return searching
