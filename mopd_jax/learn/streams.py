@@ -1,0 +1,110 @@
+"""Episodes to what the learner eats: packed rows and the streams of the single loss.
+
+Shape letters: B packed rows, M gathered (generated) positions of a packed row.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mopd_jax.config import Denominator, LearnConfig
+from mopd_jax.learn.advantages import Advantages
+from mopd_jax.learn.loss import Streams
+from mopd_jax.learn.packing import Batch, pack
+from mopd_jax.team.episode import Role, Row
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The rows of a batch that hold generated tokens, and where they are packed."""
+
+    indices: tuple[int, ...]
+    """Their positions among all rows."""
+    batch: Batch
+
+    def gather(self, arrays: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
+        """Returns the streams of all `count` rows [generated tokens], empty where a row has none."""
+        streams = [np.zeros(0, np.float32)] * count
+        for index, stream in zip(self.indices, self.batch.gather(arrays), strict=True):
+            streams[index] = stream
+        return streams
+
+    def scatter(self, streams: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The inverse of `gather`: float32 [B, M] per micro-batch."""
+        return self.batch.scatter([streams[index] for index in self.indices])
+
+
+def pack_rows(rows: Sequence[Row], learn: LearnConfig, shards: int) -> TokenRows:
+    """Packs the rows that hold generated tokens; see `packing.pack` for the errors."""
+    indices = tuple(i for i, row in enumerate(rows) if row.mask.any())
+    kept = [rows[i] for i in indices]
+    batch = pack(
+        [row.ids for row in kept],
+        [row.mask for row in kept],
+        learn.row_buckets,
+        learn.micro_batch_tokens,
+        shards,
+    )
+    return TokenRows(indices, batch)
+
+
+def generated_tokens(rows: Sequence[Row]) -> Counter[Role]:
+    """Returns the number of generated tokens by role, whatever the role's objective."""
+    counts: Counter[Role] = Counter()
+    for row in rows:
+        counts[row.role] += int(row.mask.sum())
+    return counts
+
+
+def token_weights(rows: Sequence[Row], masks: Sequence[np.ndarray], learn: LearnConfig) -> list[np.ndarray]:
+    """Returns m_t / N per row, float32 [generated tokens].
+
+    N counts the generated tokens of all rows, or of the row's role, whether or not they enter the
+    loss: an ablation of one role does not rescale the others [D].
+    """
+    counts = generated_tokens(rows)
+    total = counts.total()
+    whole = learn.denominator is Denominator.ALL
+    return [
+        (mask / (total if whole else counts[row.role])).astype(np.float32)
+        for row, mask in zip(rows, masks, strict=True)
+    ]
+
+
+def policy_streams(
+    rows: Sequence[Row], packed: TokenRows, advantages: Advantages, old: Sequence[np.ndarray], learn: LearnConfig
+) -> list[Streams]:
+    """Returns the loss streams of every micro-batch.
+
+    Args:
+      rows: all rows of the batch's episodes.
+      packed: where they lie.
+      advantages: per row.
+      old: log π_old of the fused pass, per row.
+      learn: denominator, and whether the sampler's weight is used.
+    """
+    weighted = learn.sampler_weight_cap > 0
+    sampler = [row.logps[row.mask] for row in rows] if weighted else None
+    columns = [
+        packed.scatter(advantages.values),
+        packed.scatter(token_weights(rows, advantages.masks, learn)),
+        packed.scatter(old),
+        packed.scatter(sampler) if weighted else [None] * len(packed.batch.micros),
+    ]
+    return [Streams(*micro) for micro in zip(*columns, strict=True)]
+
+
+def imitation_streams(rows: Sequence[Row], packed: TokenRows) -> list[Streams]:
+    """Returns the streams of a supervised batch: advantage 1 on every generated token, ρ = 1."""
+    masks = [np.ones(int(row.mask.sum()), bool) for row in rows]
+    weights = token_weights(rows, masks, LearnConfig())
+    columns = packed.scatter(masks), packed.scatter(weights)
+    return [Streams(advantage, weight) for advantage, weight in zip(*columns, strict=True)]
+
+
+def only(role: Role, rows: Sequence[Row], packed: TokenRows, streams: Sequence[Streams]) -> list[Streams]:
+    """Returns the streams with every other role's weight set to 0."""
+    mine = packed.scatter([np.full(int(row.mask.sum()), row.role is role) for row in rows])
+    return [s.replace(weight=s.weight * m) for s, m in zip(streams, mine, strict=True)]
