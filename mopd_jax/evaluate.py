@@ -1,0 +1,79 @@
+"""Scores a team on questions: `python -m mopd_jax.evaluate --config=FILE.py --config.model.init=CHECKPOINT`.
+
+Any config will do: its workflow, limits, retriever and test questions are used, its training is not.
+Prints and writes avg@k, pass@k, all@k and the costs, by dataset and macro.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from absl import app, logging
+
+from mopd_jax import flags
+from mopd_jax.config import Config, Kind, phases
+
+if TYPE_CHECKING:
+    from mopd_jax.run.report import Result
+
+
+def main(config_flag) -> None:
+    """Evaluates every evaluation phase of a chain, or the one phase there is."""
+    logging.set_verbosity(logging.WARNING)  # Orbax tells its every step otherwise
+    named = phases(config_flag.value)
+    chosen = {name: c for name, c in named.items() if len(named) == 1 or c.train.kind is Kind.EVALUATE}
+    write_report([evaluate(name, c) for name, c in chosen.items()], config_flag.value.run.dir)
+
+
+def evaluate(name: str, config: Config) -> "Result":
+    """Asks the team every test question `eval.attempts` times and writes `results.jsonl` and `episodes.jsonl`.
+
+    A finished evaluation is read back, not run again.
+
+    Raises:
+      ResumeError: the folder holds an evaluation with other settings.
+    """
+    from etils import epath
+
+    from mopd_jax.data.questions import fingerprint, select
+    from mopd_jax.run import checkpoint, parts
+    from mopd_jax.run.evaluation import evaluate_team, write_episodes
+    from mopd_jax.run.report import read_result, write_result
+
+    folder = epath.Path(config.run.dir)
+    questions = parts.load_questions(config.data.test, "test", config)
+    questions = select(questions, config.eval.questions)
+    meta = checkpoint.resume_meta(config, fingerprint(questions))
+    if finished := checkpoint.read_json(folder / "evaluated.json"):
+        checkpoint.check_resume(finished, config, meta["data"])
+        print(f"{folder} is evaluated already.")
+        return read_result(folder / "results.jsonl")
+
+    opened = parts.open_model(config.model.init, config)
+    team = parts.make_team(config, opened.tokens, opened.model, candidates=1)
+    team.engine.load(parts.load_params(opened, team.mesh, config.model.rollout, config.run.seed))
+    system = name or f"{config.team.workflow.value} {config.model.init}"
+    result, episodes = evaluate_team(
+        system, config, team.driver, parts.make_workflow(config.team, 1), questions, config.eval.attempts
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_episodes(episodes, folder / "episodes.jsonl")
+    write_result(result, folder / "results.jsonl")
+    checkpoint.write_json(folder / "evaluated.json", meta)
+    return result
+
+
+def write_report(results: "Sequence[Result]", folder: str) -> None:
+    """Prints one table of all results with the intervals of their differences; keeps it as `report.md`."""
+    from etils import epath
+
+    from mopd_jax.run.report import format_report
+
+    text = format_report(results)
+    (epath.Path(folder) / "report.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    _CONFIG = flags.define_config()
+    app.run(lambda _: main(_CONFIG), flags_parser=functools.partial(flags.parse, kind=Kind.EVALUATE))

@@ -1,0 +1,100 @@
+"""Runs a team on questions, several attempts each, and records every attempt."""
+
+import json
+from collections.abc import Sequence
+
+from etils import epath
+
+from mopd_jax.config import Config
+from mopd_jax.data.answers import contains, exact_match, token_f1
+from mopd_jax.data.questions import fingerprint
+from mopd_jax.data.recall import gold_recall
+from mopd_jax.rollout.driver import Driver, Task, WorkflowFactory
+from mopd_jax.run.report import Conditions, Record, Result
+from mopd_jax.team.episode import Episode, Question
+
+
+def attempts_at(questions: Sequence[Question], attempts: int) -> list[Task]:
+    """Returns every attempt at every question; attempts differ in their sampling keys alone."""
+    return [Task(question, attempt, 0) for question in questions for attempt in range(attempts)]
+
+
+def record(episode: Episode) -> Record:
+    """Returns what an attempt came to. An aborted one counts as wrong and is marked."""
+    answer = episode.answers[0] if episode.answers else ""
+    golds = episode.question.answers
+    rows: dict[str, dict[str, int]] = {}
+    for row in episode.rows:
+        statuses = rows.setdefault(row.role.value, {})
+        statuses[row.status.value] = statuses.get(row.status.value, 0) + 1
+    return Record(
+        dataset=episode.question.dataset,
+        split=episode.question.split,
+        id=episode.question.id,
+        attempt=episode.draw,
+        answer=answer,
+        em=exact_match(answer, golds) if episode.answers else 0.0,
+        f1=token_f1(answer, golds),
+        containment=contains(answer, golds),
+        recall=gold_recall(golds, [d for found in episode.documents for d in found]),
+        searches=episode.searches,
+        calls=episode.calls,
+        input_tokens=episode.input_tokens,
+        output_tokens=episode.output_tokens,
+        aborted=episode.aborted,
+        rows=rows,
+    )
+
+
+def conditions(config: Config, questions: Sequence[Question], retriever: str) -> Conditions:
+    """Returns what must agree for two results to stand in one table."""
+    limits = {name: value for name, value in vars(config.team).items() if isinstance(value, int)}
+    del limits["candidates"]  # training only: an evaluation samples one answer
+    return Conditions(fingerprint(questions), retriever, limits | {"k": config.retrieval.k})
+
+
+def evaluate_team(
+    system: str,
+    config: Config,
+    driver: Driver,
+    workflow: WorkflowFactory,
+    questions: Sequence[Question],
+    attempts: int,
+) -> tuple[Result, list[Episode]]:
+    """Returns one record per attempt, in the order of the questions, and the episodes behind them.
+
+    Args:
+      system: name of the result.
+      config: limits and documents per search, which the result carries.
+      driver: over an engine that holds the weights to be evaluated.
+      workflow: samples one answer per request.
+      questions: all of them are asked, whatever the number of slots.
+      attempts: independent attempts per question.
+    """
+    episodes = driver.run(workflow, attempts_at(questions, attempts))
+    result = Result(
+        system, conditions(config, questions, driver.retriever.identity), tuple(map(record, episodes))
+    )
+    return result, episodes
+
+
+def write_episodes(episodes: Sequence[Episode], path: epath.PathLike) -> None:
+    """Writes what every workflow did, one JSON line each: answers, queries, documents' titles, how rows ended."""
+    epath.Path(path).write_text("".join(json.dumps(_shown(e), ensure_ascii=False) + "\n" for e in episodes))
+
+
+def _shown(episode: Episode) -> dict:
+    return {
+        "dataset": episode.question.dataset,
+        "id": episode.question.id,
+        "attempt": episode.draw,
+        "question": episode.question.text,
+        "gold": episode.question.answers,
+        "answers": episode.answers,
+        "searches": [
+            {"query": query, "documents": [document.title for document in found]}
+            for query, found in zip(episode.queries, episode.documents, strict=True)
+        ],
+        "rows": [{"role": r.role.value, "status": r.status.value, "body": r.body} for r in episode.rows],
+        "aborted": episode.aborted,
+    }

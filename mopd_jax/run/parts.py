@@ -1,0 +1,228 @@
+"""From a config to the parts of a phase: data, retriever, models, engine, driver."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+from jax.sharding import Mesh
+
+from mopd_jax.config import Backend, Config, Precision, Remat, TeamConfig, Wording, Workflow
+from mopd_jax.data import miniature, questions
+from mopd_jax.data.demonstrations import FileDemonstrations, read_conversations
+from mopd_jax.data.miniature_experts import Demonstrations
+from mopd_jax.learn.score import Frozen
+from mopd_jax.model import hf, sharding
+from mopd_jax.model.qwen3 import Qwen3, Qwen3Config
+from mopd_jax.model.tokens import Tokens, check_compatible
+from mopd_jax.retrieval.bm25 import BM25Search
+from mopd_jax.retrieval.http import HTTPSearch
+from mopd_jax.retrieval.miniature import MiniatureSearch
+from mopd_jax.retrieval.search import Retriever
+from mopd_jax.rollout.driver import Driver, WorkflowFactory
+from mopd_jax.rollout.engine import Engine
+from mopd_jax.rollout.render import Renderer
+from mopd_jax.run.checkpoint import read_json, write_json
+from mopd_jax.team.episode import Question
+from mopd_jax.team.roles import Prompts
+from mopd_jax.team.workflows import WORKFLOWS
+
+LANGUAGE_FILE = "team.json"
+MINIATURE = ("miniature",)
+"""Stands for the embedded world where a config names files."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint whose sizes and tokenizer are known and whose weights are not loaded yet."""
+
+    spec: str
+    folder: epath.Path
+    """Where tokenizer, template and generation files lie."""
+    tokens: Tokens
+    model: Qwen3
+
+
+def dtype(precision: Precision) -> jnp.dtype:
+    """Returns the JAX type of a config's precision."""
+    return jnp.dtype(precision.value)
+
+
+def load_questions(paths: Sequence[str], split: str, config: Config) -> list[Question]:
+    """Returns the questions of files, or those of the embedded world's `split`."""
+    if tuple(paths) == MINIATURE:
+        return miniature.World(config.data.world_seed).questions(split)
+    return questions.load_sets(paths)
+
+
+def load_demonstrations(config: Config) -> FileDemonstrations | Demonstrations:
+    """Returns the source of a supervised phase: `batch(step, count)` gives conversations."""
+    paths = config.data.demonstrations
+    if len(paths) == 1 and paths[0].startswith("miniature:"):
+        return Demonstrations(paths[0].removeprefix("miniature:"), config.team, config.run.seed)
+    return FileDemonstrations([c for path in paths for c in read_conversations(path)], config.run.seed)
+
+
+def make_retriever(config: Config) -> Retriever:
+    """Returns the configured search backend."""
+    r = config.retrieval
+    if r.backend is Backend.MINIATURE:
+        return MiniatureSearch(miniature.World(config.data.world_seed).passages)
+    if r.backend is Backend.BM25:
+        return BM25Search(r.corpus)
+    return HTTPSearch(r.url, timeout_s=r.timeout_s, retries=r.retries)
+
+
+def make_prompts(team: TeamConfig) -> Prompts:
+    """Returns the wording of the roles' prompts."""
+    return miniature.PROMPTS if team.wording is Wording.MINIATURE else Prompts()
+
+
+def make_workflow(team: TeamConfig, candidates: int) -> WorkflowFactory:
+    """Returns what starts the configured workflow on a question, with so many answer candidates."""
+    start, prompts = WORKFLOWS[team.workflow], make_prompts(team)
+    return lambda question: start(question, team, prompts, candidates)
+
+
+def _folder(spec: str, config: Config) -> epath.Path:
+    """Returns the Hugging Face folder that a model's spelling stands for."""
+    if spec == "random":
+        folder = epath.Path(config.run.dir) / "tokenizer"
+        if not (folder / "generation_config.json").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            miniature.save_tokenizer(folder)
+        return folder
+    folder = epath.Path(spec)
+    exported = folder / "export"
+    if not ((folder / "config.json").exists() or (exported / "config.json").exists()):
+        raise FileNotFoundError(
+            f"{spec!r} is neither a Hugging Face folder (no config.json) nor a finished run (no export/config.json)."
+        )
+    return exported if exported.exists() else folder
+
+
+def open_model(spec: str, config: Config) -> Opened:
+    """Reads a checkpoint's sizes and tokenizer.
+
+    Args:
+      spec: as `model.init`: a Hugging Face folder, a run folder, or "random".
+      config: gives compute precision, rematerialisation and, for "random", sizes.
+
+    Raises:
+      FileNotFoundError, ValueError: what is missing or does not fit, named.
+    """
+    folder = _folder(spec, config)
+    tokens = Tokens.from_folder(folder)
+    compute, remat = dtype(config.model.compute), config.model.remat is Remat.FULL
+    if spec == "random":
+        return Opened(spec, folder, tokens, Qwen3(_random_config(config, tokens, compute, remat)))
+    return Opened(spec, folder, tokens, Qwen3(hf.read_config(folder, compute, remat)))
+
+
+def load_params(opened: Opened, mesh: Mesh, stored: Precision, seed: int) -> Any:
+    """Returns the weights laid out on the mesh, in the type `stored`; random ones come from `seed`."""
+    if opened.spec == "random":
+        return sharding.init_params(opened.model, jax.random.key(seed), mesh, dtype(stored))
+    layout = sharding.param_shardings(opened.model, mesh)
+    return hf.load_params(opened.folder, opened.model.config, layout, dtype(stored))
+
+
+def load_frozen(config: Config, student: Opened, mesh: Mesh) -> dict[str, Frozen]:
+    """Returns teacher and reference by their spelling in the config; one that is both is loaded once.
+
+    Raises:
+      ValueError: its tokenizer, template, stop tokens, vocabulary or team differ from the student's.
+    """
+    frozen = {}
+    for spec in sorted({config.model.teacher, config.model.reference} - {""}):
+        opened = open_model(spec, config)
+        check_compatible(
+            student.tokens, opened.tokens, student.model.config.vocab_size, opened.model.config.vocab_size
+        )
+        check_language(opened.folder, config.team)
+        frozen[spec] = Frozen(opened.model, load_params(opened, mesh, config.model.frozen, config.run.seed))
+    return frozen
+
+
+def export(folder: epath.PathLike, student: Opened, params: Any, team: TeamConfig) -> None:
+    """Writes weights as a Hugging Face folder, with the student's tokenizer and the team's language beside them."""
+    hf.save(folder, student.model.config, params, student.folder)
+    write_json(epath.Path(folder) / LANGUAGE_FILE, language(team))
+
+
+def language(team: TeamConfig) -> dict[str, str]:
+    """Returns the wordings that a distilled Searcher and its teacher must share."""
+    prompts = make_prompts(team)
+    names = ("searcher", "task", "ask_summary", "documents", "document")
+    return {name: getattr(prompts, name) for name in names}
+
+
+def check_language(folder: epath.Path, team: TeamConfig) -> None:
+    """Refuses a teacher that was trained with another Searcher prompt or tool format.
+
+    A folder that no run of ours wrote says nothing about it, and passes.
+
+    Raises:
+      ValueError: names the wording, both texts.
+    """
+    for name, theirs in (read_json(folder / LANGUAGE_FILE) or {}).items():
+        ours = language(team)[name]
+        if ours != theirs:
+            raise ValueError(
+                f"{folder} was trained with another wording of {name!r}: {theirs!r}, the student's is {ours!r}. "
+                "A teacher must know the Searcher's prompt and tool format: set team.wording as it was there."
+            )
+
+
+def _random_config(config: Config, tokens: Tokens, compute: jnp.dtype, remat: bool) -> Qwen3Config:
+    sizes = vars(config.model.architecture)
+    length = config.team.row_tokens
+    return Qwen3Config(
+        **sizes, vocab_size=tokens.vocab_size, max_position_embeddings=length, dtype=compute, remat=remat
+    )
+
+
+@dataclass(frozen=True)
+class Team:
+    """What plays the roles: an engine on devices of this process, and the driver over it."""
+
+    engine: Engine
+    driver: Driver
+    mesh: Mesh
+    """Of the engine."""
+
+
+def make_team(config: Config, tokens: Tokens, model: Qwen3, candidates: int) -> Team:
+    """Returns the team without weights: `engine.load` gives it some.
+
+    Args:
+      config: sizes of lanes and rows, retriever, seed.
+      tokens: of the policy.
+      model: the policy's network; the engine computes in `model.rollout` precision.
+      candidates: answers per request in training (1 for evaluation alone).
+    """
+    team, rollout = config.team, config.rollout
+    devices = jax.local_devices()[: config.mesh.rollout_tensor]
+    mesh = sharding.make_mesh((1, 1, config.mesh.rollout_tensor), devices)
+    sampled = dataclasses.replace(model.config, dtype=dtype(config.model.rollout), remat=False)
+    engine = Engine(Qwen3(sampled), tokens.eos_ids, team, candidates, rollout, mesh)
+    driver = Driver(
+        engine,
+        make_retriever(config),
+        make_renderer(config, tokens),
+        tokens,
+        k=config.retrieval.k,
+        row_tokens=team.row_tokens,
+        # A Leader's conversation stays in its slot while a Searcher works for it.
+        alive=max(1, rollout.conversations // (2 if team.workflow is Workflow.HIERARCHY else 1)),
+        seed=config.run.seed,
+    )
+    return Team(engine, driver, mesh)
+
+
+def make_renderer(config: Config, tokens: Tokens) -> Renderer:
+    """Returns what turns the environment's messages into ids."""
+    return Renderer(tokens, make_prompts(config.team), config.team.document_tokens)

@@ -1,0 +1,204 @@
+"""Where a phase's batches come from: demonstrations to imitate, or the team's own episodes.
+
+Both give the same thing, packed rows and the streams of the single loss; a batch is a function of
+(config, step, weights) alone, so that a run can stop and go on at any step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from mopd_jax.config import Config, Kind
+from mopd_jax.data.demonstrations import Conversation
+from mopd_jax.data.questions import QuestionSource
+from mopd_jax.learn.advantages import RowScores, flatten, token_advantages
+from mopd_jax.learn.loss import Streams
+from mopd_jax.learn.score import Scorer
+from mopd_jax.learn.streams import TokenRows, imitation_streams, pack_rows, policy_streams
+from mopd_jax.model import sharding
+from mopd_jax.model.tokens import Tokens
+from mopd_jax.rollout.driver import Task
+from mopd_jax.rollout.render import Renderer
+from mopd_jax.run import parts
+from mopd_jax.run.episode_metrics import Metrics, behaviour, learning
+from mopd_jax.run.metrics import Stopwatch
+from mopd_jax.run.parts import Opened, Team
+from mopd_jax.team.episode import Episode, Message, Row, Status
+
+
+@dataclass(frozen=True)
+class LearnerBatch:
+    """One step's work for the learner."""
+
+    rows: Sequence[Row]
+    packed: TokenRows
+    streams: list[Streams]
+    metrics: Metrics = field(default_factory=dict)
+
+
+class BatchSource(Protocol):
+    """Gives the batch of a step."""
+
+    fingerprint: str
+    """Of the data behind it: a run goes on only on the same."""
+
+    def batch(self, step: int, params, watch: Stopwatch) -> LearnerBatch:
+        """Returns the batch of `step`; `params` are the current weights, `watch` takes the times."""
+        ...
+
+
+def render(conversation: Conversation, renderer: Renderer, tokens: Tokens) -> Row:
+    """Returns a demonstration as a row: the assistant's turns and their end-of-turn are to be learnt."""
+    ids: list[int] = []
+    mask: list[bool] = []
+    pending: list[Message] = []
+
+    def add(new: Sequence[int], learnt: bool) -> None:
+        ids.extend(new)
+        mask.extend([learnt] * len(new))
+
+    for item in conversation.messages:
+        if isinstance(item, Message):
+            pending.append(item)
+            continue
+        add(renderer.reply(pending[0], closed=True) if ids else renderer.open(pending), False)
+        add([*tokens.encode(item), tokens.end_of_turn_id], True)
+        pending = []
+    return Row(
+        role=conversation.role,
+        session=0,
+        candidate=0,
+        status=Status.FINISHED,
+        searches=0,
+        body="",
+        ids=np.asarray(ids, np.int32),
+        mask=np.asarray(mask, bool),
+        logps=np.zeros(len(ids), np.float32),
+    )
+
+
+class Imitation:
+    """Batches of demonstrations: the supervised warm-up."""
+
+    def __init__(self, config: Config, demonstrations, renderer: Renderer, tokens: Tokens, shards: int):
+        self._config, self._demonstrations = config, demonstrations
+        self._renderer, self._tokens, self._shards = renderer, tokens, shards
+        self.fingerprint = demonstrations.fingerprint
+
+    def batch(self, step: int, params, watch: Stopwatch) -> LearnerBatch:
+        with watch("data"):
+            conversations = self._demonstrations.batch(step, self._config.train.questions)
+            rows = [render(c, self._renderer, self._tokens) for c in conversations]
+            packed = pack_rows(rows, self._config.learn, self._shards)
+            return LearnerBatch(rows, packed, imitation_streams(rows, packed))
+
+
+class TooManyAborted(RuntimeError):
+    """The searches of too many workflows failed: there is nothing sound to learn from."""
+
+
+class Reinforcement:
+    """Batches of the team's own episodes: roll out → score → advantages."""
+
+    def __init__(
+        self,
+        config: Config,
+        questions: QuestionSource,
+        team: Team,
+        scorer: Scorer,
+        shards: int,
+    ):
+        self._config, self._questions = config, questions
+        self._engine, self._driver = team.engine, team.driver
+        self._workflow = parts.make_workflow(config.team, config.team.candidates)
+        self._scorer, self._shards = scorer, shards
+        self.fingerprint = questions.fingerprint
+
+    def batch(self, step: int, params, watch: Stopwatch) -> LearnerBatch:
+        """Raises `TooManyAborted` if more than `retrieval.max_aborted_share` of the workflows failed."""
+        learn = self._config.learn
+        with watch("rollout"):
+            self._engine.load(params)
+            episodes = self._driver.run(self._workflow, self._tasks(step))
+        self._check_aborted(episodes)
+        rows = [row for _, row in flatten(episodes)]
+        packed = pack_rows(rows, learn, self._shards)
+        with watch("score"):
+            scores, entropies = self._score(params, packed, len(rows))
+        advantages = token_advantages(episodes, learn, scores)
+        streams = policy_streams(rows, packed, advantages, [s.old for s in scores], learn)
+        metrics = behaviour(episodes) | learning(episodes, learn, scores, entropies, advantages)
+        return LearnerBatch(rows, packed, streams, metrics | self._usage())
+
+    def _tasks(self, step: int) -> list[Task]:
+        train = self._config.train
+        draws = self._questions.batch(step, train.questions)
+        return [Task(question, draw, w) for question, draw in draws for w in range(train.workflows)]
+
+    def _check_aborted(self, episodes: Sequence[Episode]) -> None:
+        share = np.mean([episode.aborted for episode in episodes])
+        if share > self._config.retrieval.max_aborted_share:
+            raise TooManyAborted(
+                f"{share:.0%} of the workflows of a step were aborted by failed searches, retrieval.max_aborted_share "
+                f"is {self._config.retrieval.max_aborted_share:.0%}: look at the retriever {self._driver.retriever.identity}."
+            )
+
+    def _score(self, params, packed: TokenRows, count: int) -> tuple[list[RowScores], list[np.ndarray]]:
+        """Returns the fused pass' log-probabilities and entropies, per row of the batch."""
+        scored = [jax.device_get(self._scorer(params, micro)) for micro in packed.batch.micros]
+        per_row = {
+            name: packed.gather([logps[name] for logps, _ in scored], count) for name in scored[0][0]
+        }
+        entropies = packed.gather([entropy for _, entropy in scored], count)
+        model = self._config.model
+        return [
+            RowScores(
+                old=per_row["student"][i],
+                teacher=per_row[model.teacher][i] if model.teacher else None,
+                reference=per_row[model.reference][i] if model.reference else None,
+            )
+            for i in range(count)
+        ], entropies
+
+    def _usage(self) -> Metrics:
+        usage = self._engine.take_usage()
+        return {
+            "engine/utilisation": usage.decoded / max(1, usage.slot_steps),
+            "engine/prefilled": usage.prefilled,
+            "engine/reused": usage.reused,
+            "engine/decoded": usage.decoded,
+        }
+
+
+def make_source(config: Config, student: Opened, team: Team, mesh: Mesh) -> BatchSource:
+    """Returns the batches of the configured kind of training; teacher and reference are loaded here."""
+    shards = sharding.row_shards(mesh)
+    if config.train.kind is Kind.SUPERVISED:
+        renderer = parts.make_renderer(config, student.tokens)
+        return Imitation(config, parts.load_demonstrations(config), renderer, student.tokens, shards)
+    questions = QuestionSource(parts.load_questions(config.data.train, "train", config), config.run.seed)
+    frozen = parts.load_frozen(config, student, mesh)
+    scorer = Scorer(student.model, frozen, config.learn.logit_chunk, mesh)
+    return Reinforcement(config, questions, team, scorer, shards)
+
+
+def decoded(row: Row, tokens: Tokens) -> tuple[str, list[tuple[str, bool]]]:
+    """Returns a row's title and its text as spans (text, generated): what the loss sees of it."""
+    cuts = np.flatnonzero(np.diff(row.mask)) + 1
+    parts_ids, parts_mask = np.split(row.ids, cuts), np.split(row.mask, cuts)
+    spans = [(tokens.decode(ids), bool(mask[0])) for ids, mask in zip(parts_ids, parts_mask, strict=True)]
+    return f"{row.role.value}, {row.status.value}", spans
+
+
+def speed(batch: LearnerBatch, seconds: dict[str, float]) -> Metrics:
+    """Returns the seconds of each phase of a step, and tokens per second of sampling, scoring and updating."""
+    trained = sum(len(row.ids) for row in batch.rows)
+    sampled = sum(int(row.mask.sum()) for row in batch.rows)
+    counts = {"rollout": sampled, "score": trained, "update": trained}
+    return {f"seconds/{phase}": s for phase, s in seconds.items()} | {
+        f"tokens_per_s/{phase}": counts[phase] / seconds[phase] for phase in counts if phase in seconds
+    }

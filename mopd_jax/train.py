@@ -1,0 +1,124 @@
+"""Trains a phase or a chain of phases: `python -m mopd_jax.train --config=configs/stage2.py`.
+
+Read top to bottom: config → data → mesh → models → engine → (roll out → score → update) →
+evaluation → export. Heavy imports wait until the config has been accepted.
+"""
+
+from absl import app, logging
+
+from mopd_jax import flags
+from mopd_jax.config import Config, Kind, Precision, phases
+
+
+def main(config_flag) -> None:
+    """Runs the phases in order, then prints one table of all evaluations among them."""
+    from mopd_jax.evaluate import evaluate, write_report
+
+    logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save otherwise
+    config = config_flag.value
+    results = []
+    for name, phase in phases(config).items():
+        if phase.train.kind is Kind.EVALUATE:
+            results.append(evaluate(name, phase))
+        elif not train(name, phase):
+            return
+    if results:
+        write_report(results, config.run.dir)
+
+
+def train(name: str, config: Config) -> bool:
+    """Runs one training phase to its end, from wherever an earlier start of it stopped.
+
+    Returns:
+      Whether it came to its end; False after SIGTERM or SIGINT, when the state has been saved.
+
+    Raises:
+      NonFiniteLoss, TooManyAborted: the run cannot go on; its last checkpoint stands.
+      ResumeError, CheckpointError, ValueError, FileNotFoundError: what does not fit, in words.
+    """
+    from etils import epath
+
+    from mopd_jax.learn.learner import Learner
+    from mopd_jax.model import sharding
+    from mopd_jax.run import checkpoint, console, parts, sources
+    from mopd_jax.run.metrics import MetricsWriter, Pace, Stopwatch
+    from mopd_jax.run.validation import Validation
+
+    folder, steps = epath.Path(config.run.dir), config.train.steps
+    if finished := checkpoint.read_json(folder / "finished.json"):
+        checkpoint.check_resume(finished, config, finished["data"])
+        print(f"{folder} is finished already.")
+        return True
+
+    # ---------------------------------------------------------------- models, mesh, learner
+    mesh = sharding.make_mesh(config.mesh.shape)
+    student = parts.open_model(config.model.init, config)
+    learner = Learner(student.model, config.learn, config.optim, steps * config.learn.updates_per_batch, mesh)
+
+    # ---------------------------------------------------------------- where batches come from
+    team = parts.make_team(config, student.tokens, student.model, config.team.candidates)
+    source = sources.make_source(config, student, team, mesh)
+    validation = Validation(config, student, team) if config.eval.every else None
+
+    # ---------------------------------------------------------------- state, the first of these there is:
+    # 1. the latest whole checkpoint of this run, whatever mesh it was saved on;
+    # 2. the weights of model.init, at step 0.
+    saved = checkpoint.Checkpoints(folder / "checkpoints", config.checkpoint.keep)
+    meta = checkpoint.resume_meta(config, source.fingerprint)
+    if restored := saved.restore_latest(learner.abstract_state()):
+        checkpoint.check_resume(restored.meta, config, source.fingerprint)
+        first, state = restored.step, restored.state
+        print(f"Continuing {folder} after step {first}.")
+    else:
+        first, state = 0, learner.init_state(parts.load_params(student, mesh, Precision.FLOAT32, config.run.seed))
+
+    # ---------------------------------------------------------------- the loop
+    writer, watch, pace = MetricsWriter(folder, first + 1), Stopwatch(), Pace()
+    done = first
+    with checkpoint.StopRequest() as stop:
+        while done < steps and not stop:
+            batch = source.batch(done, state.params, watch)
+            if done == 0:
+                console.show_row(*sources.decoded(batch.rows[0], student.tokens))
+            with watch("update"):
+                state, metrics = _update(learner, state, batch, config, done)
+            done += 1
+            if validation and (done % config.eval.every == 0 or done == steps):
+                with watch("eval"):
+                    metrics |= validation.run(done, state.params)
+            metrics |= sources.speed(batch, watch.take())
+            metrics |= {"seconds/step": pace.tick(), "seconds/remaining": pace.remaining(steps - done)}
+            writer.write(done, batch.metrics | metrics)
+            print(console.step_line(name, done, steps, batch.metrics | metrics), flush=True)
+            if done % config.checkpoint.every == 0 or done == steps or stop:
+                saved.save(done, state, meta)
+    saved.close()
+    if done < steps:
+        print(f"Stopped after step {done} of {steps}: the same command goes on from there.")
+        return False
+
+    # ---------------------------------------------------------------- what is left behind
+    if validation is None:
+        parts.export(folder / "export", student, state.params, config.team)
+    checkpoint.write_json(folder / "finished.json", meta)
+    return True
+
+
+def _update(learner, state, batch, config: Config, step: int):
+    """Takes the optimizer steps of one batch; returns the new state and what they measured."""
+    from mopd_jax.learn.streams import only
+
+    micros, rows, every = batch.packed.batch.micros, batch.rows, config.learn.role_gradients_every
+    metrics = {}
+    if every and step % every == 0:
+        for role in dict.fromkeys(row.role for row in rows):
+            streams = only(role, rows, batch.packed, batch.streams)
+            metrics[f"grad_norm/{role.value}"] = learner.gradient_norm(state.params, micros, streams)
+    for _ in range(config.learn.updates_per_batch):
+        state, report = learner.update(state, micros, batch.streams)
+    return state, metrics | vars(report)
+
+
+if __name__ == "__main__":
+    _CONFIG = flags.define_config()
+    app.run(lambda _: main(_CONFIG), flags_parser=flags.parse)
