@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -187,13 +188,10 @@ def save(
     end; an earlier checkpoint there is replaced.
 
     Raises:
-      FileExistsError: `folder` holds something that is no checkpoint.
+      FileExistsError: `folder` holds a file that is no part of a checkpoint.
     """
     folder = epath.Path(folder)
-    if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
-        raise FileExistsError(
-            f"{folder} exists and holds no config.json; expected a new folder or a checkpoint."
-        )
+    _refuse_foreign_files(folder)
     with _staging(folder) as staging:
         flat = {path: np.asarray(leaf) for path, leaf in flatten_dict(params, sep="/").items()}
         _write_weights(staging, config, flat, shard_bytes)
@@ -358,6 +356,16 @@ def _read_json(path: epath.Path) -> dict[str, Any]:
         raise ValueError(f"{path} is torn or no JSON ({error}); copy it again.") from error
 
 
+def _refuse_foreign_files(folder: epath.Path):
+    names = [file.name for file in folder.iterdir()] if folder.exists() else []
+    for name in names:
+        if name not in FILES and not re.fullmatch(r"model.*\.safetensors(\.index\.json)?", name):
+            raise FileExistsError(
+                f"{folder} holds {name}, expected no folder or one with nothing but an earlier checkpoint. "
+                "Choose another folder: this one would be replaced."
+            )
+
+
 def _is_remote(folder: epath.Path) -> bool:
     return "://" in os.fspath(folder)
 
@@ -369,7 +377,9 @@ def _staging(folder: epath.Path) -> Iterator[Path]:
     if _is_remote(folder):
         with tempfile.TemporaryDirectory() as local:
             yield Path(local)
-            folder.mkdir(parents=True, exist_ok=True)
+            if folder.exists():
+                folder.rmtree()
+            folder.mkdir(parents=True)
             # config.json last: without it the folder is no checkpoint.
             for file in sorted(Path(local).iterdir(), key=lambda file: file.name == "config.json"):
                 epath.Path(file).copy(folder / file.name, overwrite=True)

@@ -175,7 +175,9 @@ class Driver:
             prompt = self._prompt(transcript, request)
             if len(transcript.conversation.ids) + len(prompt) + request.max_tokens <= self._row_tokens:
                 transcript.add_prompt(prompt)
-                self._engine.submit(Ticket(transcript.conversation, self._keys(live, request), request.max_tokens))
+                self._engine.submit(
+                    Ticket(transcript.conversation, self._keys(live, request), request.max_tokens)
+                )
                 sampling[id(transcript.conversation)] = live
                 return
             live.sessions[request.session] = [transcript.fork() for _ in range(request.candidates)]
@@ -183,6 +185,7 @@ class Driver:
             live.resume((Turn("", Stop.CONTEXT),) * request.candidates)
         if live.request is None:
             self._release(live, None)
+            live.sessions.clear()
 
     def _release(self, live: _Live, speaking: SampleRequest | None) -> None:
         """Gives back the caches of conversations that have ended: all but the one that speaks, and a

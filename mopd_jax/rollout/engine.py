@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from mopd_jax.config import RolloutConfig, TeamConfig
 from mopd_jax.model import sharding
 from mopd_jax.model.qwen3 import Qwen3
-from mopd_jax.rollout.sampler import Sampler, init_state
+from mopd_jax.rollout.sampler import Sampler
 from mopd_jax.team.episode import Stop
 
 
@@ -76,7 +76,9 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 class _Lane:
     """G groups of one width C with their queue."""
 
-    def __init__(self, sampler: Sampler, groups: int, candidates: int, row: int, turn: int, rollout: RolloutConfig):
+    def __init__(
+        self, sampler: Sampler, groups: int, candidates: int, row: int, turn: int, rollout: RolloutConfig
+    ):
         self._sampler, self._rollout = sampler, rollout
         self._groups, self._candidates = groups, candidates
         self._state = sampler.init(groups, candidates, row, turn)
@@ -133,7 +135,7 @@ class _Lane:
                 commits.append(group)
             elif not self._free:
                 waiting.append(ticket)
-                break
+                continue
             else:
                 prompt = np.asarray(ticket.conversation.ids[:-1], np.int32)
                 source, shared = self._best_source(prompt, admitted)
@@ -150,12 +152,14 @@ class _Lane:
 
     def _best_source(self, prompt: np.ndarray, admitted: dict[int, Ticket]) -> tuple[int, int]:
         """Returns the resident group that shares the longest prefix with `prompt`, and its length."""
-        lengths = [0 if g in admitted else _common(opening, prompt) for g, opening in enumerate(self._openings)]
+        lengths = [
+            0 if g in admitted else _common(opening, prompt) for g, opening in enumerate(self._openings)
+        ]
         source = int(np.argmax(lengths))
         return source, lengths[source]
 
     def _take(self, source: int, shared: int, prompt: np.ndarray) -> int:
-        """Claims a free group for a new prompt: the source itself if it is free, else the one longest free."""
+        """Claims a free group for a prompt: the source itself if it is free, else the one longest free."""
         group = source if shared and source in self._free else self._free[0]
         self._free.remove(group)
         self._cached[group], self._openings[group] = shared, prompt
@@ -165,7 +169,9 @@ class _Lane:
         if commits:
             self._state = self._sampler.commit(self._state, self._rows(commits, self._groups))
         if copies := [take for take in takes if take[2] and take[0] != take[1]]:
-            sources, targets, lengths = (self._rows(column, self._groups) for column in zip(*copies, strict=True))
+            sources, targets, lengths = (
+                self._rows(column, self._groups) for column in zip(*copies, strict=True)
+            )
             self._state = self._sampler.copy(self._state, sources, targets, lengths)
         if takes:
             _, targets, lengths = zip(*takes, strict=True)
@@ -189,7 +195,9 @@ class _Lane:
             for row, tokens in zip(ids, rest.values(), strict=False):
                 row[: len(tokens[:width])] = tokens[:width]
             lengths = self._rows([len(tokens[:width]) for tokens in rest.values()], 0)
-            self._state = self._sampler.extend(self._state, params, ids, self._rows(list(rest), self._groups), lengths)
+            self._state = self._sampler.extend(
+                self._state, params, ids, self._rows(list(rest), self._groups), lengths
+            )
             rest = {g: tokens[width:] for g, tokens in rest.items()}
         tickets = admitted.values()
         keys = np.zeros((self._rollout.prefill_rows, self._candidates, 2), np.uint32)
@@ -212,7 +220,10 @@ class _Lane:
         finished = []
         for group in done:
             ticket = self._running.pop(group)
-            samples = [self._sample(ids[group, c], logps[group, c], counts[group, c]) for c in range(self._candidates)]
+            samples = [
+                self._sample(ids[group, c], logps[group, c], counts[group, c])
+                for c in range(self._candidates)
+            ]
             usage.decoded += sum(len(s.ids) for s in samples)
             self._cached[group] = len(ticket.conversation.ids) - 1 + len(samples[0].ids)
             ticket.conversation.group = group
@@ -251,7 +262,8 @@ class Engine:
             self._lanes[candidates] = _Lane(
                 sampler, rollout.requests, candidates, team.row_tokens, team.answerer_tokens, rollout
             )
-        self._shardings, self._dtype = sharding.param_shardings(model, mesh), model.config.dtype
+        self._shardings = sharding.param_shardings(model, mesh)
+        self._cast = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(model.config.dtype), tree))
         self._params = None
         self._usage = Usage()
 
@@ -268,8 +280,7 @@ class Engine:
         """
         for lane in self._lanes.values():
             lane.forget()
-        cast = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(self._dtype), tree))
-        self._params = jax.device_put(cast(params), self._shardings)
+        self._params = jax.device_put(self._cast(params), self._shardings)
 
     def submit(self, ticket: Ticket) -> None:
         """Queues a turn. A conversation has at most one ticket at a time.
@@ -278,7 +289,9 @@ class Engine:
           ValueError: the number of keys is not a number of candidates that the engine was made for.
         """
         if len(ticket.keys) not in self._lanes:
-            raise ValueError(f"{len(ticket.keys)} candidates requested, the engine has {sorted(self._lanes)}.")
+            raise ValueError(
+                f"{len(ticket.keys)} candidates requested, the engine has {sorted(self._lanes)}."
+            )
         self._lanes[len(ticket.keys)].submit(ticket)
 
     def step(self) -> list[tuple[Ticket, list[Sample]]]:

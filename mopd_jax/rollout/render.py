@@ -47,11 +47,12 @@ class Renderer:
         while (count := self._tokens.count(block := self._block(documents, texts, share))) > self._limit:
             if share == 0:
                 raise ValueError(
-                    f"Titles and frame of {len(documents)} documents take {count} tokens, team.document_tokens "
-                    f"is {self._limit}: raise it, or lower retrieval.k."
+                    f"Titles and frame of {len(documents)} documents take {count} tokens, "
+                    f"team.document_tokens is {self._limit}: raise it, or lower retrieval.k."
                 )
             over = sum(len(t) >= share for t in texts)
-            share = max(0, share - max(1, (count - self._limit) // over))
+            shorter = max((len(t) for t in texts if len(t) < share), default=0)
+            share = max(shorter, share - max(1, (count - self._limit) // over))
         return block
 
     def _block(self, documents: Sequence[Document], texts: list[list[int]], share: int) -> str:

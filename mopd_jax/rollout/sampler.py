@@ -46,7 +46,9 @@ class SamplerState:
     """int32 []: decode steps taken since the state was made."""
 
 
-def init_state(config: qwen3.Qwen3Config, groups: int, candidates: int, history: int, turn: int) -> SamplerState:
+def init_state(
+    config: qwen3.Qwen3Config, groups: int, candidates: int, history: int, turn: int
+) -> SamplerState:
     """Returns an empty lane: G groups of C candidates, P = history, S = turn, in the config's dtype."""
     slots = (groups, candidates)
     return SamplerState(
@@ -72,18 +74,27 @@ def draw(logits_NV: jax.Array, uniforms_N: jax.Array) -> tuple[jax.Array, jax.Ar
     top = logits_NV.max(-1, keepdims=True)
     weights = jnp.exp(logits_NV - top)
     blocks = jnp.pad(weights, ((0, 0), (0, -vocab % BLOCK))).reshape(n, -1, BLOCK)
-    sums = jnp.cumsum(blocks.sum(-1), -1)
-    total = sums[:, -1]
-    target = uniforms_N * total
-    block = jnp.minimum((sums <= target[:, None]).sum(-1), sums.shape[1] - 1)
-    below = jnp.where(block > 0, jnp.take_along_axis(sums, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0)
-    inside = jnp.cumsum(jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0], -1)
-    # Rounding can push the remainder to the block's sum; the draw must not fall off its end.
-    rest = jnp.minimum(target - below, inside[:, -1] * (1 - 2.0**-22))
-    ids = block * BLOCK + jnp.minimum((inside <= rest[:, None]).sum(-1), BLOCK - 1)
-    ids = jnp.minimum(ids, vocab - 1).astype(jnp.int32)
+    sums = blocks.sum(-1)
+    total = sums.sum(-1)
+    block, rest = _invert(sums, uniforms_N * total)
+    inside, _ = _invert(jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0], rest)
+    ids = (block * BLOCK + inside).astype(jnp.int32)
     logps = jnp.take_along_axis(logits_NV, ids[:, None], 1)[:, 0] - top[:, 0] - jnp.log(total)
     return ids, logps
+
+
+def _invert(weights_NK: jax.Array, targets_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the first index at which the cumulative sum passes the target, and the target less the sum
+    before it.
+
+    The sum of floats is not exactly monotonic, and rounding can put the target past its end: an entry
+    of weight 0 is never chosen, and where none passes the target the heaviest stands in.
+    """
+    cumulative = jnp.cumsum(weights_NK, -1)
+    passes = (cumulative > targets_N[:, None]) & (weights_NK > 0)
+    index = jnp.where(passes.any(-1), passes.argmax(-1), weights_NK.argmax(-1))
+    before = jnp.pad(cumulative[:, :-1], ((0, 0), (1, 0)))
+    return index, targets_N - jnp.take_along_axis(before, index[:, None], 1)[:, 0]
 
 
 def _uniform(key_data: jax.Array, count: jax.Array) -> jax.Array:
@@ -117,6 +128,19 @@ def _decode_step(model: Qwen3, eos_ids: tuple[int, ...], params, state: SamplerS
     )
 
 
+def _start(state: SamplerState, groups_R, inputs_R, keys_RC2, limits_R) -> SamplerState:
+    def at(array):
+        return array.at[groups_R]
+
+    return state.replace(
+        inputs=at(state.inputs).set(inputs_R[:, None], mode="drop"),
+        keys=at(state.keys).set(keys_RC2, mode="drop"),
+        counts=at(state.counts).set(0, mode="drop"),
+        limits=at(state.limits).set(limits_R, mode="drop"),
+        active=at(state.active).set(True, mode="drop"),
+    )
+
+
 def _commit(state: SamplerState, groups_R) -> SamplerState:
     return state.replace(cache=cache.commit_turns(state.cache, groups_R))
 
@@ -130,7 +154,7 @@ def _rewind(state: SamplerState, groups_R, lengths_R) -> SamplerState:
 
 
 class Sampler:
-    """The compiled programs of one lane shape. Holds no state and no weights.
+    """The compiled programs of the lanes. Holds no state and no weights.
 
     Every method takes a `SamplerState`, donates it and returns the next; group indices equal to G
     are padding and touch nothing.
@@ -140,8 +164,8 @@ class Sampler:
         self.eos_ids = eos_ids
         self._model, self._steps, self._mesh = model, decode_steps, mesh
         jit = functools.partial(jax.jit, donate_argnums=0)
-        self._extend, self._start, self._decode = jit(self._extend_fn), jit(self._start_fn), jit(self._decode_fn)
-        self._commit, self._copy, self._rewind = jit(_commit), jit(_copy), jit(_rewind)
+        self._extend, self._decode = jit(self._extend_fn), jit(self._decode_fn)
+        self._start, self._commit, self._copy, self._rewind = map(jit, (_start, _commit, _copy, _rewind))
 
     def init(self, groups: int, candidates: int, history: int, turn: int) -> SamplerState:
         """Returns an empty lane on the mesh: G groups of C candidates, P = history, S = turn."""
@@ -161,18 +185,6 @@ class Sampler:
             {"params": params}, state.cache, ids_RT, groups_R, lengths_R, method=Qwen3.extend
         )
         return state.replace(cache=grown)
-
-    def _start_fn(self, state, groups_R, inputs_R, keys_RC2, limits_R):
-        def at(array):
-            return array.at[groups_R]
-
-        return state.replace(
-            inputs=at(state.inputs).set(inputs_R[:, None], mode="drop"),
-            keys=at(state.keys).set(keys_RC2, mode="drop"),
-            counts=at(state.counts).set(0, mode="drop"),
-            limits=at(state.limits).set(limits_R, mode="drop"),
-            active=at(state.active).set(True, mode="drop"),
-        )
 
     def _decode_fn(self, state, params):
         def step(carry):

@@ -4,6 +4,7 @@ Both give the same thing, packed rows and the streams of the single loss; a batc
 (config, step, weights) alone, so that a run can stop and go on at any step.
 """
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -132,7 +133,7 @@ class Reinforcement:
         advantages = token_advantages(episodes, learn, scores)
         streams = policy_streams(rows, packed, advantages, [s.old for s in scores], learn)
         metrics = behaviour(episodes) | learning(episodes, learn, scores, entropies, advantages)
-        return LearnerBatch(rows, packed, streams, metrics | self._usage())
+        return LearnerBatch(rows, packed, streams, metrics | self._usage() | {"episodes_crc32": _digest(rows)})
 
     def _tasks(self, step: int) -> list[Task]:
         train = self._config.train
@@ -172,6 +173,11 @@ class Reinforcement:
             "engine/reused": usage.reused,
             "engine/decoded": usage.decoded,
         }
+
+
+def _digest(rows: Sequence[Row]) -> int:
+    """A checksum of all sampled ids and log-probabilities: two runs that agree in it sampled the same."""
+    return zlib.crc32(b"".join(stream.tobytes() for row in rows for stream in (row.ids, row.mask, row.logps)))
 
 
 def make_source(config: Config, student: Opened, team: Team, mesh: Mesh) -> BatchSource:

@@ -1,0 +1,136 @@
+"""The program as its users run it: whole chains, interruptions, repetitions."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mopd_jax import flags, train
+from mopd_jax.run.metrics import read_metrics
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TIMES = ("seconds/", "tokens_per_s/")
+
+
+def measured(folder: pathlib.Path) -> list[dict]:
+    """The metrics of a run without what the clock says."""
+    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in read_metrics(folder)]
+
+
+def command(config: str, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", "mopd_jax.train", f"--config={config}", *overrides]
+
+
+def start(config: str, *overrides: str, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(config, *overrides),
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": ""} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_lines(folder: pathlib.Path, count: int, process: subprocess.Popen) -> None:
+    path = folder / "metrics.jsonl"
+    for _ in range(3000):
+        if path.exists() and len(path.read_text().splitlines()) >= count:
+            return
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.1)
+    raise AssertionError(f"{path} did not reach {count} lines")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> pathlib.Path:
+    """A tiny stage-2 run of four steps, never interrupted."""
+    folder = tmp_path_factory.mktemp("straight")
+    process = start("tests/tiny.py", f"--config.run.dir={folder}", JAX_COMPILATION_CACHE_DIR=str(folder / "cache"))
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    return folder
+
+
+def test_a_run_leaves_metrics_checkpoint_and_export(straight):
+    lines = read_metrics(straight)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    expected = {"loss", "grad_norm", "clip_fraction", "outcome", "em", "searches", "no_search", "input_tokens"}
+    expected |= {"output_tokens", "gap", "malformed/leader", "truncated_length/leader", "entropy/leader"}
+    expected |= {"reward/leader", "kl/leader", "seconds/rollout", "tokens_per_s/update", "seconds/remaining"}
+    assert expected <= lines[0].keys()
+    assert {"grad_norm/leader"} <= lines[0].keys() & lines[2].keys()
+    assert lines[0]["gap"] < 1e-5, "sampler and learner disagree on unchanged weights"
+    assert abs(lines[0]["kl/leader"]) < 1e-6, "student and reference are the same at the start"
+    assert lines[-1]["kl/leader"] != 0.0, "the student has moved"
+    assert {"config.json", "model.safetensors", "tokenizer.json", "team.json"} <= {
+        p.name for p in (straight / "export").iterdir()
+    }
+
+
+def test_same_seed_gives_the_same_run_bit_for_bit(straight, tmp_path):
+    config = flags.load([f"--config={ROOT}/tests/tiny.py", f"--config.run.dir={tmp_path}", "--config.train.steps=2"])
+    # The schedule is constant, so the first two steps of a shorter run are those of the longer one.
+    assert train.train("", config)
+    assert measured(tmp_path) == measured(straight)[:2]
+    assert all(line["episodes_crc32"] for line in measured(tmp_path))
+
+
+def test_killed_and_stopped_runs_continue_without_losing_or_repeating_a_step(straight, tmp_path):
+    arguments = ("tests/tiny.py", f"--config.run.dir={tmp_path}")
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(straight / "cache")}
+
+    killed = start(*arguments, **cache)
+    wait_for_lines(tmp_path, 1, killed)
+    killed.kill()
+    killed.communicate()
+
+    stopped = start(*arguments, **cache)
+    wait_for_lines(tmp_path, 2, stopped)
+    stopped.send_signal(signal.SIGTERM)
+    output, _ = stopped.communicate(timeout=600)
+    assert stopped.returncode == 0, output
+    finished = "Stopped after step" not in output  # the signal may arrive during the last step
+    assert finished or re.search(r"Stopped after step \d of 4", output)
+
+    output, _ = start(*arguments, **cache).communicate(timeout=600)
+    assert "finished already" in output if finished else "Continuing" in output
+    assert measured(tmp_path) == measured(straight)
+
+
+def test_a_finished_run_with_another_config_is_refused(straight):
+    process = start("tests/tiny.py", f"--config.run.dir={straight}", "--config.optim.lr=1e-3")
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode != 0
+    assert "optim.lr: 0.0005 → 0.001" in output
+    assert "allow_changes" in output
+
+
+def test_the_chain_runs_whole_and_prints_one_table(tmp_path):
+    """The README's main job, cut down: every phase, two steps each, few questions."""
+    steps = {"facts": 2, "warmup": 2, "stage1": 2, "stage2": 2}
+    overrides = [f"--config.{phase}.train.steps={count}" for phase, count in steps.items()]
+    for phase in steps:
+        overrides.append(f"--config.{phase}.train.questions=2")
+    for phase in ("base_c_mas", "base_h_mas", "stage1_c_mas", "stage2_h_mas"):
+        overrides += [f"--config.{phase}.eval.questions=3", f"--config.{phase}.eval.attempts=2"]
+    overrides.append(f"--config.run.dir={tmp_path}")
+    output, _ = (process := start("configs/mini.py", *overrides)).communicate(timeout=900)
+    assert process.returncode == 0, output
+    report = (tmp_path / "report.md").read_text()
+    assert report.strip() in output
+    assert all(f"| {name}" in report for name in ("base_c_mas", "base_h_mas", "stage1_c_mas", "stage2_h_mas"))
+    head, *records = map(json.loads, (tmp_path / "stage2_h_mas" / "results.jsonl").read_text().splitlines())
+    assert len(records) == 3 * 2
+    assert head["system"] == "stage2_h_mas"
+    teacher = read_metrics(tmp_path / "stage2")[0]
+    assert "log_ratio/searcher" in teacher and "kl/leader" in teacher
+
+    again, _ = start("configs/mini.py", *overrides).communicate(timeout=600)
+    assert report.strip() in again and "facts is finished already" in again
