@@ -23,6 +23,7 @@ setup(
         "flax>=0.12.8",
         "importlib_resources",  # tensorflow-datasets imports it without naming it
         "jax>=0.10",
+        "jinja2",  # transformers renders chat templates with it
         "ml_collections>=1.1",
         "numpy>=2",
         "optax",

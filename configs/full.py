@@ -41,9 +41,14 @@ def base() -> Config:
         ),
         retrieval=RetrievalConfig(backend=Backend.HTTP, url="http://127.0.0.1:8000/retrieve", k=3),
         team=TeamConfig(candidates=5, row_tokens=8192),
-        rollout=RolloutConfig(conversations=24, requests=4, prefill_rows=4, prefill_tokens=512, decode_steps=16),
+        rollout=RolloutConfig(
+            conversations=24, requests=4, prefill_rows=4, prefill_tokens=512, decode_steps=16
+        ),
         learn=LearnConfig(
-            row_buckets=(2048, 4096, 8192), micro_batch_tokens=64 * 8192, logit_chunk=512, role_gradients_every=10
+            row_buckets=(2048, 4096, 8192),
+            micro_batch_tokens=64 * 8192,
+            logit_chunk=512,
+            role_gradients_every=10,
         ),
         optim=OptimConfig(lr=1e-6, warmup_steps=10),
         eval=EvalConfig(every=25, validation_questions=256, attempts=4),

@@ -43,14 +43,14 @@ def base() -> Config:
             workflow_searches=12,
             leader_tokens=16,
             searcher_tokens=16,
-            answerer_tokens=12,
-            document_tokens=128,
-            row_tokens=320,
+            answerer_tokens=8,
+            document_tokens=64,
+            row_tokens=208,
         ),
         rollout=RolloutConfig(
-            conversations=64, requests=16, prefill_rows=16, prefill_tokens=64, decode_steps=8
+            conversations=64, requests=16, prefill_rows=16, prefill_tokens=48, decode_steps=8
         ),
-        learn=LearnConfig(row_buckets=(64, 128, 192, 256, 320), micro_batch_tokens=8192, logit_chunk=1024),
+        learn=LearnConfig(row_buckets=(160, 208), micro_batch_tokens=2048, logit_chunk=1024),
         optim=OptimConfig(lr=5e-4, b2=0.999),
         checkpoint=CheckpointConfig(every=100, keep=1),
     )

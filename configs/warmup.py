@@ -18,7 +18,9 @@ def get_config() -> Config:
     config.run.dir = "runs/warmup"
     config.train = TrainConfig(kind=Kind.SUPERVISED, steps=500, questions=256)
     config.data = DataConfig(
-        demonstrations=("data/demonstrations.jsonl",), validation=config.data.validation, test=config.data.test
+        demonstrations=("data/demonstrations.jsonl",),
+        validation=config.data.validation,
+        test=config.data.test,
     )
     config.optim = OptimConfig(lr=1e-5, schedule=Schedule.COSINE, warmup_steps=20)
     config.eval.every = 0

@@ -101,7 +101,7 @@ class Remat(enum.Enum):
 @dataclass
 class RunConfig:
     dir: str = "runs/default"
-    """Folder of everything the run writes; may be a gs:// path. A chain puts each phase in a folder inside."""
+    """Folder of everything the run writes, may be gs://. A chain puts each phase in a folder inside."""
     seed: int = 0
     """Seed of the data order, of sampling and of random initial weights."""
     allow_changes: bool = False
@@ -135,12 +135,12 @@ class ArchitectureConfig:
 @dataclass
 class ModelConfig:
     init: str = ""
-    """Where the weights start: a Hugging Face folder, a run folder (its export), the name of an
-    earlier phase of the chain, or "random" (the embedded world's tokenizer, sizes from `architecture`)."""
+    """Where the weights start: a Hugging Face folder, a run folder (its export), the name of an earlier
+    phase of the chain, or "random" (the embedded world's tokenizer, sizes from `architecture`)."""
     teacher: str = ""
     """Frozen model that scores distilled roles (same spellings as `init`); "" where no role is distilled."""
     reference: str = ""
-    """Frozen model of the KL penalty (same spellings); "" where `learn.kl` is 0. [P] the teacher in stage 2."""
+    """Frozen model of the KL penalty (same spellings); "" where `learn.kl` is 0. The teacher in stage 2 [P]."""
     architecture: ArchitectureConfig = field(default_factory=ArchitectureConfig)
     """Sizes for `init = "random"`."""
     compute: Precision = Precision.FLOAT32
@@ -170,7 +170,7 @@ class DataConfig:
     test: tuple[str, ...] = ()
     """Question files for `evaluate`, or ("miniature",)."""
     demonstrations: tuple[str, ...] = ()
-    """Conversation files (JSONL) of the supervised warm-up, or ("miniature:facts",) / ("miniature:noisy",)."""
+    """Conversation files (JSONL) of a supervised phase, or ("miniature:facts",) or ("miniature:noisy",)."""
     world_seed: int = 0
     """Seed of the embedded world: its people, facts and questions."""
 
@@ -386,5 +386,7 @@ def phases(config: Config | Chain) -> dict[str, Config]:
             )
             models = {key: getattr(phase.model, key) for key in ("init", "teacher", "reference")}
             models = {key: named[spec].run.dir if spec in named else spec for key, spec in models.items()}
-            named[f.name] = dataclasses.replace(phase, run=run, model=dataclasses.replace(phase.model, **models))
+            named[f.name] = dataclasses.replace(
+                phase, run=run, model=dataclasses.replace(phase.model, **models)
+            )
     return named

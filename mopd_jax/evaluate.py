@@ -26,7 +26,7 @@ def main(config_flag) -> None:
 
 
 def evaluate(name: str, config: Config) -> "Result":
-    """Asks the team every test question `eval.attempts` times and writes `results.jsonl` and `episodes.jsonl`.
+    """Asks every test question `eval.attempts` times; writes `results.jsonl` and `episodes.jsonl`.
 
     A finished evaluation is read back, not run again.
 

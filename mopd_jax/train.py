@@ -70,7 +70,10 @@ def train(name: str, config: Config) -> bool:
         first, state = restored.step, restored.state
         print(f"Continuing {folder} after step {first}.")
     else:
-        first, state = 0, learner.init_state(parts.load_params(student, mesh, Precision.FLOAT32, config.run.seed))
+        first, state = (
+            0,
+            learner.init_state(parts.load_params(student, mesh, Precision.FLOAT32, config.run.seed)),
+        )
 
     # ---------------------------------------------------------------- the loop
     writer, watch, pace = MetricsWriter(folder, first + 1), Stopwatch(), Pace()

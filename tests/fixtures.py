@@ -18,16 +18,16 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 def tiny_config(**changes) -> Qwen3Config:
     """Returns a Qwen3 of about 7,000 parameters whose sizes all differ."""
-    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4)
-    sizes |= dict(num_kv_heads=2, head_dim=6, rope_theta=1e6, tie_word_embeddings=True)
-    return Qwen3Config(**sizes | dict(max_position_embeddings=128) | changes)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_layers": 3, "num_heads": 4}
+    sizes |= {"num_kv_heads": 2, "head_dim": 6, "rope_theta": 1e6, "tie_word_embeddings": True}
+    return Qwen3Config(**sizes | {"max_position_embeddings": 128} | changes)
 
 
 def random_params(config: Qwen3Config, seed: int = 0) -> dict:
     """Returns float32 parameters large enough that every one of them shows in the logits."""
     rng = np.random.RandomState(seed)  # the generator whose stream is fixed for good
     shapes = flatten_dict(abstract_params(Qwen3(config)))
-    flat = {path: rng.normal(path[-1] == "scale", 0.4, shapes[path].shape) for path in sorted(shapes)}
+    flat = {path: rng.normal(path[-1] == "scale", 0.2, shapes[path].shape) for path in sorted(shapes)}
     return unflatten_dict({path: x.astype(np.float32) for path, x in flat.items()})
 
 

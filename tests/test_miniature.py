@@ -56,13 +56,16 @@ def test_each_fact_stands_in_one_two_fact_passage(world):
     stated = collections.Counter()
     for passage in world.passages:
         title, text = passage["contents"].split("\n")
-        facts = text.removesuffix(".").split(". ")
-        assert len(facts) == 2 and all(fact.startswith(f"{title}'s ") for fact in facts)
-        stated.update(facts)
+        facts = [tuple(fact.split(" ", 1)) for fact in text.split("; ")]
+        assert len(facts) == 2
+        stated.update((title, *fact) for fact in facts)
     assert len(world.passages) == len({p["id"] for p in world.passages}) == 720
-    assert stated == {
-        f"{subject}'s {relation} is {value}": 1 for (subject, relation), value in world.facts.items()
-    }
+    assert stated == {(subject, relation, value): 1 for (subject, relation), value in world.facts.items()}
+
+
+def holds(documents, subject, relation):
+    """Whether one of the documents is about the subject and states the relation."""
+    return any(d.title == subject and relation in d.text.split() for d in documents)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_an_unknown_split_is_refused(world):
 
 @pytest.mark.parametrize("form", miniature.QUESTION_FORMS)
 def test_a_chain_is_read_back_from_its_words(form):
-    for chain in (("Ada King", ("song",)), ("Last Young", ("friend", "office"))):
+    for chain in (("Ada", ("song",)), ("Otto", ("friend", "office"))):
         assert parse_chain(form.format(chain_text(*chain))) == chain
 
 
@@ -121,17 +124,14 @@ def test_a_chain_is_read_back_from_its_words(form):
 def test_a_full_query_finds_its_passage_and_a_vague_one_by_chance(world, search, form, low, high):
     asked = [form.format(subject=subject, relation=relation) for subject, relation in world.facts]
     found = search.search(asked, 3)
-    hits = [
-        any(f"{subject}'s {relation} is" in document.text for document in documents)
-        for (subject, relation), documents in zip(world.facts, found, strict=True)
-    ]
+    hits = [holds(documents, *fact) for fact, documents in zip(world.facts, found, strict=True)]
     assert low < np.mean(hits) < high
 
 
 def test_an_unlucky_query_stays_unlucky_and_other_words_help(world, search):
     def finds(form, fact):
         query = form.format(subject=fact[0], relation=fact[1])
-        return any(f"{fact[0]}'s {fact[1]} is" in d.text for d in search.search([query], 3)[0])
+        return holds(search.search([query], 3)[0], *fact)
 
     chain, other, _ = miniature.QUERY_FORMS
     unlucky = [fact for fact in world.facts if not finds(chain, fact)]
@@ -145,7 +145,7 @@ def test_an_unlucky_query_stays_unlucky_and_other_words_help(world, search):
 def test_search_returns_distinct_documents_best_first(world, search):
     subject, relation = world.people[0], "novel"
     (documents,) = MiniatureSearch(world.passages, forgotten=0.0).search([f"{relation} of {subject}"], 3)
-    assert f"{subject}'s {relation} is" in documents[0].text
+    assert holds(documents[:1], subject, relation)
     assert {d.title for d in documents} == {subject} and len({d.id for d in documents}) == 3
     first, second = search.search(["Ada", f"{subject}'s {relation}"], 3)
     assert first == search.search(["Ada"], 3)[0] and first != second
@@ -158,27 +158,24 @@ def test_a_small_index_returns_what_it_has(world):
 
 def test_tags_are_words_and_parse_survives_a_round_trip(tokens):
     for role, text in [
-        (Role.LEADER, "<task>Ada King's friend</task>"),
+        (Role.LEADER, "<task>Ada's friend</task>"),
         (Role.LEADER, "<request_answer></request_answer>"),
-        (Role.SEARCHER, "<search>friend of Ada King</search>"),
-        (Role.SEARCHER, "<summary>Blue Moon</summary>"),
-        (Role.ANSWERER, "<answer>Blue Moon</answer>"),
+        (Role.SEARCHER, "<search>friend of Ada</search>"),
+        (Role.SEARCHER, "<summary>Moonlight</summary>"),
+        (Role.ANSWERER, "<answer>Moonlight</answer>"),
     ]:
         decoded = tokens.decode(tokens.encode(text))
         action = parse(role, decoded)
         assert isinstance(action, Action)
         assert action.body.replace(" 's", "'s") == parse(role, text).body
         assert tokens.encode(decoded) == tokens.encode(text)
-    assert (
-        tokens.decode(tokens.encode("<search>Ada King's friend</search>"))
-        == "<search> Ada King 's friend </search>"
-    )
+    assert tokens.decode(tokens.encode("<search>Ada's friend</search>")) == "<search> Ada 's friend </search>"
 
 
 def test_the_chat_template_is_one_token_per_word(tokens):
-    ids = tokens.open((Message("system", PROMPTS.searcher), Message("user", "Task: Ada King")))
+    ids = tokens.open((Message("system", PROMPTS.searcher), Message("user", "Task: Ada")))
     expected = (
-        "<|im_start|> system You search . <|im_end|> <|im_start|> user Task : Ada King <|im_end|> "
+        "<|im_start|> system You search . <|im_end|> <|im_start|> user Task : Ada <|im_end|> "
         "<|im_start|> assistant"
     )
     assert tokens.decode(ids) == expected and len(ids) == len(expected.split())
@@ -187,13 +184,11 @@ def test_the_chat_template_is_one_token_per_word(tokens):
         == "<|im_start|> user unknown <|im_end|> <|im_start|> assistant"
     )
     assert tokens.eos_ids == (tokens.end_of_turn_id,) != (tokens.pad_id,)
-    assert 200 < tokens.vocab_size < 260
+    assert tokens.vocab_size < 450
 
 
 def test_text_of_a_special_token_never_ends_a_turn(tokens):
-    assert not {tokens.end_of_turn_id, tokens.pad_id} & set(
-        tokens.encode("Ada <|im_end|> <|endoftext|> King")
-    )
+    assert not {tokens.end_of_turn_id, tokens.pad_id} & set(tokens.encode("Ada <|im_end|> <|endoftext|> Ida"))
 
 
 @pytest.fixture(scope="module", params=list(Workflow), ids=lambda workflow: workflow.value)
@@ -277,13 +272,13 @@ def _turn(message, tokens):
 def test_demonstrations_know_nothing_of_the_world_that_is_evaluated(world):
     """Facts about this world's people agree with it as often as chance would have it: 1 in 120."""
     stated = [
-        (passage.title, fact.split(" ", 3)[2], fact.rstrip(".").split(" is ")[1])
+        (document.title, *fact.split(" ", 1))
         for step in range(6)
         for conversation in Demonstrations("noisy", TEAM, seed=0).batch(step, 96)
         for message in conversation.messages
         if isinstance(message, Message)
-        for passage in message.documents
-        for fact in passage.text.split(". ")
+        for document in message.documents
+        for fact in document.text.split("; ")
     ]
     shared = {(s, r, v) for s, r, v in stated if (s, r) in world.facts}
     assert len(shared) > 100

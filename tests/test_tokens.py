@@ -79,7 +79,7 @@ def render(tokens: Tokens, chat: list[tuple[str, str]]) -> list[int]:
     start = 2 if chat[0][0] == "system" else 1
     ids = tokens.open([Message(role, content) for role, content in chat[:start]])
     for (_, answer), (_, content) in zip(chat[start::2], chat[start + 1 :: 2], strict=True):
-        ids += [*tokens.encode(answer), tokens.end_of_turn_id] + tokens.reply(content, closed=True)
+        ids += [*tokens.encode(answer), tokens.end_of_turn_id, *tokens.reply(content, closed=True)]
     return ids
 
 
@@ -274,22 +274,22 @@ def test_vocabulary_word_that_is_a_special_token_is_refused(tmp_path):
     words = ["<unk>", "a", "<|im_end|>", "<|im_start|>", "<|endoftext|>"]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    with pytest.raises(ValueError, match="'<|im_end|>' is encoded to the added token 2"):
+    with pytest.raises(ValueError, match=r"'<\|im_end\|>' is encoded to the added token 2"):
         Tokens.from_folder(write_tokenizer(tmp_path, backend))
 
 
-BOTH_STOP = dict(eos=("<|im_end|>", "<|endoftext|>"))
+BOTH_STOP = {"eos": ("<|im_end|>", "<|endoftext|>")}
 ENDOFTEXT = make_checkpoint.CHAT_TEMPLATE.replace("im_end", "endoftext")
 PAIRS = {
-    "tokenizer": ({}, dict(backend=(("a", "c"),)), ".*"),
+    "tokenizer": ({}, {"backend": (("a", "c"),)}, ".*"),
     "eos_ids": ({}, BOTH_STOP, "student '259', teacher '257 259'"),
-    "end_of_turn_id": (BOTH_STOP, BOTH_STOP | dict(template=ENDOFTEXT), "student 259, teacher 257"),
+    "end_of_turn_id": (BOTH_STOP, BOTH_STOP | {"template": ENDOFTEXT}, "student 259, teacher 257"),
     "template": (
         {},
-        dict(template=make_checkpoint.CHAT_TEMPLATE.replace("<|im_start|>", "<|im_start|> ")),
+        {"template": make_checkpoint.CHAT_TEMPLATE.replace("<|im_start|>", "<|im_start|> ")},
         ".*> user",
     ),
-    "vocab_size": ({}, dict(added=("<think>",)), "student 262, teacher 261"),
+    "vocab_size": ({}, {"added": ("<think>",)}, "student 262, teacher 261"),
 }
 
 

@@ -52,7 +52,9 @@ def wait_for_lines(folder: pathlib.Path, count: int, process: subprocess.Popen) 
 def straight(tmp_path_factory) -> pathlib.Path:
     """A tiny stage-2 run of four steps, never interrupted."""
     folder = tmp_path_factory.mktemp("straight")
-    process = start("tests/tiny.py", f"--config.run.dir={folder}", JAX_COMPILATION_CACHE_DIR=str(folder / "cache"))
+    process = start(
+        "tests/tiny.py", f"--config.run.dir={folder}", JAX_COMPILATION_CACHE_DIR=str(folder / "cache")
+    )
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     return folder
@@ -61,7 +63,16 @@ def straight(tmp_path_factory) -> pathlib.Path:
 def test_a_run_leaves_metrics_checkpoint_and_export(straight):
     lines = read_metrics(straight)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    expected = {"loss", "grad_norm", "clip_fraction", "outcome", "em", "searches", "no_search", "input_tokens"}
+    expected = {
+        "loss",
+        "grad_norm",
+        "clip_fraction",
+        "outcome",
+        "em",
+        "searches",
+        "no_search",
+        "input_tokens",
+    }
     expected |= {"output_tokens", "gap", "malformed/leader", "truncated_length/leader", "entropy/leader"}
     expected |= {"reward/leader", "kl/leader", "seconds/rollout", "tokens_per_s/update", "seconds/remaining"}
     assert expected <= lines[0].keys()
@@ -75,7 +86,9 @@ def test_a_run_leaves_metrics_checkpoint_and_export(straight):
 
 
 def test_same_seed_gives_the_same_run_bit_for_bit(straight, tmp_path):
-    config = flags.load([f"--config={ROOT}/tests/tiny.py", f"--config.run.dir={tmp_path}", "--config.train.steps=2"])
+    config = flags.load(
+        [f"--config={ROOT}/tests/tiny.py", f"--config.run.dir={tmp_path}", "--config.train.steps=2"]
+    )
     # The schedule is constant, so the first two steps of a shorter run are those of the longer one.
     assert train.train("", config)
     assert measured(tmp_path) == measured(straight)[:2]

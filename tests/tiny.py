@@ -1,4 +1,4 @@
-"""The smallest training runs there are: one stage-2 phase of the embedded world, random weights everywhere."""
+"""The smallest training run there is: one stage-2 phase of the embedded world, random weights everywhere."""
 
 from dataclasses import replace
 
@@ -17,6 +17,6 @@ def get_config() -> Config:
     )
     config.team = replace(config.team, leader_tokens=8, searcher_tokens=8, answerer_tokens=6)
     config.rollout = replace(config.rollout, conversations=8, requests=2, prefill_rows=4)
-    config.learn = replace(config.learn, row_buckets=(320,), micro_batch_tokens=640, role_gradients_every=2)
+    config.learn = replace(config.learn, row_buckets=(208,), micro_batch_tokens=832, role_gradients_every=2)
     config.checkpoint = CheckpointConfig(every=1)
     return config

@@ -12,18 +12,18 @@ VOCAB = 37
 
 def make_model(**changes) -> Qwen3:
     """Returns a model with grouped queries (4 heads on 2), 3 layers and an untied head."""
-    sizes = dict(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rope_theta=100.0,
-        tie_word_embeddings=False,
-        max_position_embeddings=64,
-    )
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "rope_theta": 100.0,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 64,
+    }
     return Qwen3(Qwen3Config(**(sizes | changes)))
 
 
@@ -48,3 +48,12 @@ def packed(*texts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.
 def random_ids(rng: np.random.Generator, *shape: int) -> np.ndarray:
     """Returns ids of the tiny vocabulary."""
     return rng.integers(0, VOCAB, shape).astype(np.int32)
+
+
+def assert_trees_close(found: dict, expected: dict, rtol: float) -> None:
+    """Compares trees leaf by leaf, each relative to its largest entry."""
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
+        b = np.asarray(b)
+        np.testing.assert_allclose(a, b, 0, rtol * np.abs(b).max(), err_msg=jax.tree_util.keystr(path))

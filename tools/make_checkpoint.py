@@ -9,6 +9,7 @@ The vocabulary is read from a `qwen.tiktoken` file; by default the one inside th
 import argparse
 import base64
 import importlib.util
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -95,7 +96,7 @@ def _last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     parts = [token[i : i + 1] for i in range(len(token))]
     never = len(ranks)
     while len(parts) > 2:
-        pairs = [ranks.get(left + right, never) for left, right in zip(parts, parts[1:], strict=False)]
+        pairs = [ranks.get(left + right, never) for left, right in itertools.pairwise(parts)]
         i = pairs.index(min(pairs))
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts

@@ -2,7 +2,7 @@
 
 Nothing is downloaded and everything follows from a seed. Each relation of the world is a permutation
 (nobody's friend is anybody else's, no two people were born in one place), so every answer is equally
-frequent and guessing does not pay. Names are pairs of words, so a small vocabulary names many things.
+frequent and guessing does not pay. A name is one word, and one token.
 """
 
 import itertools
@@ -10,7 +10,6 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from etils import epath
@@ -20,22 +19,26 @@ from transformers import PreTrainedTokenizerFast
 from mopd_jax.team.episode import Question
 from mopd_jax.team.roles import TAGS, Prompts
 
-FIRST = (
-    "Ada Anna Boris Carl Clara Dora Edgar Emma Felix Frida Georg Greta Hugo Ida Ivan "
-    "Jonas Karin Leo Lina Marta Max Nora Olga Oscar Paula Rita Rosa Simon Tom Vera"
+PEOPLE = (
+    "Ada Agnes Albert Alma Amos Anna Anton Arthur Astrid August Bella Bernard Bertha Boris Bruno Carl Cecil "
+    "Clara Conrad Cora Daniel Daphne David Dora Dorothy Edgar Edith Elias Ella Elmer Elsa Emil Emma Ernest "
+    "Esther Eugene Eva Felix Fiona Flora Frank Frida Gabriel Georg Gloria Grace Greta Gustav Hannah Harold "
+    "Hazel Helen Henry Herman Hilda Homer Hugo Ida Igor Ines Irene Iris Isaac Ivan Ivy Jacob James Jasper "
+    "Joan Jonas Joseph Judith Julia Julius Karin Klaus Lara Laura Leo Leonard Lewis Lilian Lina Louis Lucy "
+    "Luther Mabel Magnus Marcus Martha Martin Mathilda Max Mildred Miriam Morris Nadia Nathan Nora Norman "
+    "Olga Olive Oscar Otto Pauline Peter Philip Quentin Rachel Ralph Rosa Rufus Ruth Samuel Selma Silas "
+    "Simon Stella Sylvia Theodor"
 ).split()
-LAST = (
-    "Adams Baker Brown Carter Cole Dixon Evans Fisher Ford Gray Hall Harris Hughes Irving James "
-    "Keller King Lane Lewis Mason Moore Nash Owen Parker Quinn Reed Scott Turner Walker Young"
-).split()
-PLACE_NAMES = (
-    "Amber Cedar East Elm High Iron Lower Maple New North Oak Old Pine South Upper West".split(),
-    "Bay Bridge Castle Creek Field Harbor Hill Island Lake Mill Point Port Ridge Town Valley Wood".split(),
-)
-WORK_NAMES = (
-    "Blue Bright Broken Dark Empty Cold Red Golden Hidden Last Lost Quiet Secret Silver Sweet Wild".split(),
-    "Dance Dream Flower Garden Heart House Letter Light Mirror Moon Night River Road Sea Star Rain".split(),
-)
+PLACES = [
+    first + second
+    for first in "Alder Ash Birch Brook Cedar Clear Elm Fair Green High Long Oak".split()
+    for second in "bridge dale field ford gate haven hill mouth ton wood".split()
+]
+WORKS = [
+    first + second
+    for first in "Bright Dark Dream Ember Frost Ghost Gold Iron Moon Night Silver Storm".split()
+    for second in "bell dance fall flower heart light rain road song star".split()
+]
 TO_PEOPLE = ("friend", "teacher", "doctor", "boss", "neighbor", "rival")
 TO_PLACES = ("birthplace", "hometown", "office")
 TO_WORKS = ("novel", "song", "painting")
@@ -59,42 +62,29 @@ PROMPTS = Prompts(
 UNKNOWN = PROMPTS.no_result
 """How a report says that a fact was not found."""
 
-PEOPLE = 120
 SPLITS = {"train": 80, "validation": 10, "test": 30}
 """People about whom each split asks. The second fact of a question may be about anybody."""
 TWO_HOP = 28
 """Two-fact questions per person, of 72; with the 12 one-fact questions 70 % of all."""
 
 
-@dataclass(frozen=True)
-class Fact:
-    """`subject`'s `relation` is `value`."""
-
-    subject: str
-    relation: str
-    value: str
-
-    def __str__(self):
-        return f"{self.subject}'s {self.relation} is {self.value}."
-
-
 class World:
     """People, their facts, the passages that state them and the questions about them."""
 
     people: tuple[str, ...]
-    """Full names, in random order: the subjects of `SPLITS` one after the other."""
+    """Names, in random order: the subjects of `SPLITS` one after the other."""
     facts: dict[tuple[str, str], str]
     """(subject, relation) → value."""
     passages: list[dict[str, str]]
-    """`{"id", "contents"}`: the subject's name as title line, then two of its facts. A search also meets
-    distractors: namesakes, the subject's other facts, and people to whom the subject is something."""
+    """`{"id", "contents"}`: the subject's name as title line, then two of its facts, e.g. "boss Karin; song
+    Moonlight". A search also meets distractors: the subject's other facts, and people to whom the subject
+    is something."""
 
     def __init__(self, seed: int):
         rng = np.random.default_rng(seed)
         self._seed = seed
-        self.people = _names(FIRST, LAST, rng)
-        places, works = _names(*PLACE_NAMES, rng), _names(*WORK_NAMES, rng)
-        ranges = {**dict.fromkeys(TO_PLACES, places), **dict.fromkeys(TO_WORKS, works)}
+        self.people = tuple(_shuffled(PEOPLE, rng))
+        ranges = {**dict.fromkeys(TO_PLACES, PLACES), **dict.fromkeys(TO_WORKS, WORKS)}
         self.facts = {}
         for relation in RELATIONS:
             values = _shuffled(ranges[relation], rng) if relation in ranges else _assigned(self.people, rng)
@@ -102,7 +92,7 @@ class World:
         self.passages = _passages(self.people, self.facts, rng)
 
     def answer(self, subject: str, relations: tuple[str, ...]) -> str:
-        """Returns the end of a chain of facts, e.g. of ("Ada King", ("friend", "novel"))."""
+        """Returns the end of a chain of facts, e.g. of ("Ada", ("friend", "novel"))."""
         for relation in relations:
             subject = self.facts[subject, relation]
         return subject
@@ -141,14 +131,14 @@ class World:
 
 
 def chain_text(subject: str, relations: tuple[str, ...]) -> str:
-    """Returns e.g. "Ada King's friend's novel"; questions, sub-tasks and queries are made of it."""
+    """Returns e.g. "Ada's friend's novel"; questions, sub-tasks and queries are made of it."""
     return "'s ".join((subject, *relations))
 
 
 def parse_chain(text: str) -> tuple[str, tuple[str, ...]]:
     """Returns the (subject, relations) of which a question or a sub-task speaks: `chain_text` read back."""
-    first, *relations = re.findall(r"(\w+ \w+)(?='s)|'s (\w+)", text)
-    return first[0], tuple(relation for _, relation in relations)
+    (_, subject), *relations = re.findall(r"'s (\w+)|(\w+)(?='s)", text)
+    return subject, tuple(relation for relation, _ in relations)
 
 
 # One piece, one token: a tag, the start of a document's frame, the possessive, a word, a sign.
@@ -162,7 +152,7 @@ _TEMPLATE = (
 
 def vocabulary() -> list[str]:
     """Returns every word of the world's texts, prompts and actions, sorted."""
-    names = [*FIRST, *LAST, *itertools.chain(*PLACE_NAMES, *WORK_NAMES)]
+    names = [*PEOPLE, *PLACES, *WORKS]
     numbers = range(1, 10)
     prompts = [
         *(PROMPTS.leader, PROMPTS.searcher, PROMPTS.answerer, PROMPTS.ask_answer, PROMPTS.ask_summary),
@@ -171,8 +161,8 @@ def vocabulary() -> list[str]:
         PROMPTS.format_documents([("", "")] * 5),
     ]
     tags = [f"<{tag}></{tag}>" for tag in TAGS]
-    forms = [*QUESTION_FORMS, str(Fact("", "", "")), *QUERY_FORMS]
-    texts = [*names, *RELATIONS, *prompts, *tags, *forms, *map(str, numbers), "system user assistant"]
+    forms = [*QUESTION_FORMS, *QUERY_FORMS, ";", *map(str, numbers), "system user assistant"]
+    texts = [*names, *RELATIONS, *prompts, *tags, *forms]
     return sorted({piece for text in texts for piece in re.findall(_PIECE, re.sub(r"{\w*}", " ", text))})
 
 
@@ -197,11 +187,6 @@ def _shuffled(items, rng: np.random.Generator) -> list:
     return [items[i] for i in rng.permutation(len(items))]
 
 
-def _names(firsts: list[str], seconds: list[str], rng: np.random.Generator) -> tuple[str, ...]:
-    chosen = rng.choice(len(firsts) * len(seconds), PEOPLE, replace=False)
-    return tuple(f"{firsts[i // len(seconds)]} {seconds[i % len(seconds)]}" for i in chosen)
-
-
 def _assigned(people: tuple[str, ...], rng: np.random.Generator) -> list[str]:
     """Returns somebody else for each person, each once: the next in a random circle."""
     circle = _shuffled(people, rng)
@@ -214,6 +199,6 @@ def _passages(people, facts, rng: np.random.Generator) -> list[dict[str, str]]:
     for person in people:
         relations = _shuffled(RELATIONS, rng)
         for pair in zip(relations[::2], relations[1::2], strict=True):
-            text = " ".join(str(Fact(person, r, facts[person, r])) for r in pair)
+            text = "; ".join(f"{relation} {facts[person, relation]}" for relation in pair)
             passages.append({"id": str(len(passages)), "contents": f"{person}\n{text}"})
     return passages

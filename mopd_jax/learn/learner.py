@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from mopd_jax.config import LearnConfig, OptimConfig, Schedule
-from mopd_jax.learn.loss import Streams, policy_loss
+from mopd_jax.learn.loss import Streams, Sums, policy_loss
 from mopd_jax.learn.packing import Packed
 from mopd_jax.model import sharding
 from mopd_jax.model.logprobs import token_logprobs
@@ -38,6 +38,8 @@ class UpdateReport:
     """What one optimizer step did."""
 
     loss: float
+    nll: float
+    """Mean −log π of the tokens that are learnt from, weighted as in the loss."""
     grad_norm: float
     """Before clipping."""
     clip_fraction: float
@@ -99,12 +101,11 @@ class Learner:
         self._optimizer = make_optimizer(optim, steps)
         self._rows = sharding.batch_sharding(mesh)
         self._param_shardings = sharding.param_shardings(model, mesh)
-        self._zeros = jax.jit(
-            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), sharding.abstract_params(model)),
-            out_shardings=self._param_shardings,
-        )
-        self._accumulate = jax.jit(self._accumulate_fn, donate_argnums=1)
-        self._norm = jax.jit(optax.global_norm)
+        total = self._param_shardings, sharding.replicated(mesh)
+        self._zeros = jax.jit(self._zeros_fn, out_shardings=total)
+        # Out as it came in: every micro-batch of a shape runs the same program.
+        self._accumulate = jax.jit(self._accumulate_fn, donate_argnums=1, out_shardings=total)
+        self._norm = jax.jit(optax.tree.norm)
         self._apply = jax.jit(self._apply_fn, donate_argnums=0, out_shardings=(self.state_shardings(), None))
 
     def state_shardings(self) -> TrainState:
@@ -142,8 +143,8 @@ class Learner:
         return jax.device_put(tree, self._rows)
 
     def gradient(self, params, micros: Sequence[Packed], streams: Sequence[Streams]):
-        """Returns the summed gradient of all micro-batches, and the sums (loss, clip weight) [2]."""
-        total = self._zeros(), jnp.zeros(2)
+        """Returns the summed gradient of all micro-batches, and their `Sums`."""
+        total = self._zeros()
         with sharding.on_mesh(self._mesh):
             for packed, stream in zip(micros, streams, strict=True):
                 total = self._accumulate(params, total, self.put(packed), self.put(stream))
@@ -160,29 +161,33 @@ class Learner:
         grads, sums = self.gradient(state.params, micros, streams)
         step = int(state.step)
         state, norm = self._apply(state, grads)
-        loss, clipped, norm = (float(x) for x in (*sums, norm))
+        loss, norm = float(sums.loss), float(norm)
         if not (np.isfinite(loss) and np.isfinite(norm)):
             raise NonFiniteLoss(
                 f"Loss {loss}, gradient norm {norm} at optimizer step {step}: lower optim.lr, or look at the "
                 "episodes of this step; the last checkpoint is from before it."
             )
-        weight = sum(float(stream.weight.sum()) for stream in streams)
-        return state, UpdateReport(loss, norm, clipped / weight if weight else 0.0)
+        weight = sum(float(stream.weight.sum()) for stream in streams) or 1.0
+        return state, UpdateReport(loss, float(sums.nll) / weight, norm, float(sums.clipped) / weight)
 
     def gradient_norm(self, params, micros: Sequence[Packed], streams: Sequence[Streams]) -> float:
         """Returns the global norm of the gradient of these streams, without a step."""
         grads, _ = self.gradient(params, micros, streams)
         return float(self._norm(grads))
 
+    def _zeros_fn(self):
+        return jax.tree.map(jnp.zeros_like, sharding.abstract_params(self._model)), Sums(*jnp.zeros(3))
+
     def _accumulate_fn(self, params, total, packed: Packed, streams: Streams):
         def loss_fn(params):
             logps, _ = token_logprobs(self._model, params, *packed, self._learn.logit_chunk)
-            return policy_loss(logps, streams, self._learn.clip, self._learn.sampler_weight_cap)
+            sums = policy_loss(logps, streams, self._learn.clip, self._learn.sampler_weight_cap)
+            return sums.loss, sums
 
-        (loss, clipped), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        return jax.tree.map(jnp.add, total, (grads, jnp.stack([loss, clipped])))
+        (_, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        return jax.tree.map(jnp.add, total, (grads, sums))
 
     def _apply_fn(self, state: TrainState, grads):
         updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, opt_state), optax.global_norm(grads)
+        return TrainState(state.step + 1, params, opt_state), optax.tree.norm(grads)

@@ -21,7 +21,18 @@ class Streams:
     """log π of the sampler for the weight w_t; None: w_t = 1."""
 
 
-def policy_loss(logps: jax.Array, streams: Streams, clip: float, cap: float) -> tuple[jax.Array, jax.Array]:
+@flax.struct.dataclass
+class Sums:
+    """What a micro-batch adds to the figures of its step; float32 []."""
+
+    loss: jax.Array
+    nll: jax.Array
+    """−Σ_t m_t · log π_θ / N: what a supervised phase lowers."""
+    clipped: jax.Array
+    """Σ_t m_t / N over the tokens on which the ratio clip binds."""
+
+
+def policy_loss(logps: jax.Array, streams: Streams, clip: float, cap: float) -> Sums:
     """L = −Σ_t w_t · m_t · min(ρ_t A_t, clip(ρ_t, 1−ε, 1+ε) A_t) / N (method.md, one masked loss).
 
     Args:
@@ -31,7 +42,7 @@ def policy_loss(logps: jax.Array, streams: Streams, clip: float, cap: float) -> 
       cap: upper bound of w_t = exp(log π_old − log π_sampler), no gradient through it [D].
 
     Returns:
-      The loss (a sum: micro-batches add up) and the summed weight of tokens where the clip binds.
+      Sums over the tokens: those of micro-batches add up.
     """
     used = streams.weight > 0
     logps = jnp.where(used, logps, 0.0)
@@ -44,4 +55,8 @@ def policy_loss(logps: jax.Array, streams: Streams, clip: float, cap: float) -> 
         gap = old - jnp.where(used, streams.sampler, 0.0)
         weight = weight * jax.lax.stop_gradient(jnp.minimum(cap, jnp.exp(gap)))
     binds = used & (clipped * streams.advantage < ratio * streams.advantage)
-    return -(weight * gain).sum(), (streams.weight * binds).sum()
+    return Sums(
+        loss=-(weight * gain).sum(),
+        nll=-(streams.weight * logps).sum(),
+        clipped=(streams.weight * binds).sum(),
+    )

@@ -4,7 +4,7 @@ Shape letters: B packed rows, M gathered (generated) positions.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -23,6 +23,15 @@ class Frozen:
     params: Any
 
 
+class Scored(NamedTuple):
+    """What one model says of a packed batch; values in its padding are finite and meaningless."""
+
+    logps: jax.Array
+    """float32 [B, M]"""
+    entropy: jax.Array
+    """float32 [B, M], nats."""
+
+
 class Scorer:
     """One jitted program over the trees of the student, the teacher and the reference.
 
@@ -39,19 +48,19 @@ class Scorer:
     def __init__(self, student: Qwen3, frozen: dict[str, Frozen], logit_chunk: int, mesh: Mesh):
         self._mesh, self._rows = mesh, sharding.batch_sharding(mesh)
         self._params = {name: f.params for name, f in frozen.items()}
-        models = {"student": student} | {name: f.model for name, f in frozen.items()}
+        models = {name: f.model for name, f in frozen.items()}
 
-        def score(params: dict[str, Any], packed: Packed):
-            scored = {
-                name: token_logprobs(model, params[name], *packed, logit_chunk) for name, model in models.items()
+        def score(params, frozen_params: dict[str, Any], packed: Packed):
+            # The entropies of all models leave the program: with some of them optimised away, equal
+            # weights might be computed in different ways.
+            return Scored(*token_logprobs(student, params, *packed, logit_chunk)), {
+                name: Scored(*token_logprobs(model, frozen_params[name], *packed, logit_chunk))
+                for name, model in models.items()
             }
-            logps = {name: logps_BM for name, (logps_BM, _) in scored.items()}
-            return logps, scored["student"][1]
 
         self._score = jax.jit(score)
 
-    def __call__(self, params, packed: Packed) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Returns float32 [B, M] log-probabilities by model, "student" among them, and the student's
-        entropy in nats [B, M]. Values in the padding of `packed` are finite and meaningless."""
+    def __call__(self, params, packed: Packed) -> tuple[Scored, dict[str, Scored]]:
+        """Returns the student's scores under `params`, and those of the frozen models by name."""
         with sharding.on_mesh(self._mesh):
-            return self._score({"student": params} | self._params, jax.device_put(packed, self._rows))
+            return self._score(params, self._params, jax.device_put(packed, self._rows))

@@ -74,7 +74,11 @@ def token_weights(rows: Sequence[Row], masks: Sequence[np.ndarray], learn: Learn
 
 
 def policy_streams(
-    rows: Sequence[Row], packed: TokenRows, advantages: Advantages, old: Sequence[np.ndarray], learn: LearnConfig
+    rows: Sequence[Row],
+    packed: TokenRows,
+    advantages: Advantages,
+    old: Sequence[np.ndarray],
+    learn: LearnConfig,
 ) -> list[Streams]:
     """Returns the loss streams of every micro-batch.
 

@@ -179,19 +179,21 @@ def save(
     config: Qwen3Config,
     params: Params,
     source: epath.PathLike | None = None,
+    notes: Mapping[str, str] | None = None,
     shard_bytes: int = 5_000_000_000,
 ):
     """Writes a Hugging Face folder that transformers' Qwen3ForCausalLM loads, in the parameters' own type.
 
     Files of at most `shard_bytes` (one tensor at least) hold the weights. Tokenizer, template and generation
-    files are copied from the folder `source`. Everything is written beside `folder` first and moved at the
-    end; an earlier checkpoint there is replaced.
+    files are copied from the folder `source`; `notes` are further text files by name. Everything is written
+    beside `folder` first and moved at the end; an earlier checkpoint there is replaced.
 
     Raises:
       FileExistsError: `folder` holds a file that is no part of a checkpoint.
     """
     folder = epath.Path(folder)
-    _refuse_foreign_files(folder)
+    notes = notes or {}
+    _refuse_foreign_files(folder, notes)
     with _staging(folder) as staging:
         flat = {path: np.asarray(leaf) for path, leaf in flatten_dict(params, sep="/").items()}
         _write_weights(staging, config, flat, shard_bytes)
@@ -200,6 +202,8 @@ def save(
         for name in FILES:
             if source is not None and name != "config.json" and (epath.Path(source) / name).exists():
                 (staging / name).write_bytes((epath.Path(source) / name).read_bytes())
+        for name, text in notes.items():
+            (staging / name).write_text(text)
 
 
 def _load_leaf(
@@ -356,10 +360,10 @@ def _read_json(path: epath.Path) -> dict[str, Any]:
         raise ValueError(f"{path} is torn or no JSON ({error}); copy it again.") from error
 
 
-def _refuse_foreign_files(folder: epath.Path):
+def _refuse_foreign_files(folder: epath.Path, notes: Mapping[str, str]):
     names = [file.name for file in folder.iterdir()] if folder.exists() else []
     for name in names:
-        if name not in FILES and not re.fullmatch(r"model.*\.safetensors(\.index\.json)?", name):
+        if name not in (*FILES, *notes) and not re.fullmatch(r"model.*\.safetensors(\.index\.json)?", name):
             raise FileExistsError(
                 f"{folder} holds {name}, expected no folder or one with nothing but an earlier checkpoint. "
                 "Choose another folder: this one would be replaced."

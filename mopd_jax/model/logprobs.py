@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mopd_jax.model.qwen3 import Qwen3
-from mopd_jax.model.sharding import constrain, data_shards
+from mopd_jax.model.qwen3 import Qwen3, head_params
+from mopd_jax.model.sharding import map_shards
 
 
 def token_logprobs(
@@ -31,33 +31,30 @@ def token_logprobs(
     hidden_BTD = model.apply({"params": params}, ids_BT, positions_BT, segments_BT)
     hidden_BMD = jnp.take_along_axis(hidden_BTD, source_BM[:, :, None], axis=1)
 
-    @jax.checkpoint
-    def score(_, rows):
-        hidden, targets = rows
-        logits = model.apply({"params": params}, hidden, method="unembed")
-        return None, _logprob_and_entropy(constrain(logits, "batch", "length", "vocab"), targets)
+    def score_chunk(head, hidden, targets):
+        logits = model.apply({"params": head}, hidden, method="unembed")
+        return _logprob_and_entropy(logits, targets)
 
-    _, scores = jax.lax.scan(score, None, (_chunked(hidden_BMD, chunk), _chunked(targets_BM, chunk)))
-    return tuple(_unchunked(x, targets_BM.shape) for x in scores)
+    def score_rows(head, hidden_BMD, targets_BM):
+        def step(_, rows):
+            return None, jax.checkpoint(score_chunk)(head, *rows)
+
+        _, scores = jax.lax.scan(step, None, (_chunked(hidden_BMD, chunk), _chunked(targets_BM, chunk)))
+        return tuple(x.reshape(-1)[: targets_BM.size].reshape(targets_BM.shape) for x in scores)
+
+    return map_shards(score_rows, head_params(model.config, params), hidden_BMD, targets_BM)
 
 
 def _logprob_and_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     logps = jax.nn.log_softmax(logits)
-    chosen = jnp.take_along_axis(logps, targets[..., None], axis=-1)[..., 0]
+    chosen = jnp.take_along_axis(logps, targets[:, None], axis=-1)[:, 0]
     fixed = jax.lax.stop_gradient(logps)
     return chosen, -(jnp.exp(fixed) * fixed).sum(-1)
 
 
 def _chunked(x_BM: jax.Array, chunk: int) -> jax.Array:
-    """Returns [steps, shards, chunk, ...] of [B, M, ...], zero-padded: a shard chunks its own rows."""
-    shards = data_shards()
-    rows = x_BM.reshape(shards, -1, *x_BM.shape[2:])
-    padding = -rows.shape[1] % chunk
-    rows = jnp.pad(rows, [(0, 0), (0, padding)] + [(0, 0)] * (rows.ndim - 2))
-    return rows.reshape(shards, -1, chunk, *rows.shape[2:]).swapaxes(0, 1)
-
-
-def _unchunked(x: jax.Array, shape_BM: tuple[int, int]) -> jax.Array:
-    rows = x.swapaxes(0, 1).reshape(x.shape[1], -1)
-    B, M = shape_BM
-    return rows[:, : B * M // x.shape[1]].reshape(B, M)
+    """Returns [steps, chunk, ...] of [B, M, ...]: positions of all rows in order, then zeros."""
+    flat = x_BM.reshape(-1, *x_BM.shape[2:])
+    padding = -len(flat) % chunk
+    flat = jnp.pad(flat, [(0, padding)] + [(0, 0)] * (flat.ndim - 1))
+    return flat.reshape(-1, chunk, *flat.shape[1:])

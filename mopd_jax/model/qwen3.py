@@ -9,6 +9,7 @@ norms, rotary embeddings, softmax and logits are float32. Architecture: Qwen3 te
 """
 
 import dataclasses
+import math
 from typing import Any, Protocol
 
 import flax.struct
@@ -156,9 +157,16 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
-        kernel = self.param("kernel", _partitioned(nn.initializers.normal(0.02), *self.axes), self.shape)
+        # Fan-in scaling: 0.02, as in transformers, at Qwen3-4B's width; a small model learns nothing with it.
+        init = nn.initializers.normal(self._fan_in() ** -0.5)
+        kernel = self.param("kernel", _partitioned(init, *self.axes), self.shape)
         out = jnp.einsum(self.subscripts, x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
         return out.astype(out_dtype or x.dtype)
+
+    def _fan_in(self) -> int:
+        operands, out = self.subscripts.split("->")
+        kernel = operands.split(",")[1]
+        return math.prod(size for axis, size in zip(kernel, self.shape, strict=True) if axis not in out)
 
 
 class Embedding(nn.Module):
@@ -168,13 +176,14 @@ class Embedding(nn.Module):
     width: int
 
     def setup(self):
-        init = _partitioned(nn.initializers.normal(0.02), "vocab", "embed")
+        init = _partitioned(nn.initializers.normal(self.width**-0.5), "vocab", "embed")
         self.embedding = self.param("embedding", init, (self.vocab_size, self.width))
 
     def look_up(self, ids_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
         # Gathered over fsdp first: a look-up in a table split along both axes makes XLA replicate it all.
-        table = constrain(self.embedding.astype(dtype), "vocab", "width")
-        return constrain(jnp.take(table, ids_BT, axis=0), "batch", "length", "width")
+        # Cast after the look-up: the gradient of a frequent token is a long sum, kept in the table's type.
+        table = constrain(self.embedding, "vocab", "width")
+        return constrain(jnp.take(table, ids_BT, axis=0).astype(dtype), "batch", "length", "width")
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         table = self.embedding.astype(hidden.dtype)
@@ -300,6 +309,12 @@ class Qwen3(nn.Module):
         x = self.embed.look_up(ids, self.config.dtype)
         (x, cache), _ = self.layers((x, cache), jnp.arange(self.config.num_layers), positions, context)
         return self.final_norm(x), cache
+
+
+def head_params(config: Qwen3Config, params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the part of the parameters that `Qwen3.unembed` reads."""
+    name = "embed" if config.tie_word_embeddings else "head"
+    return {name: params[name]}
 
 
 def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, theta: float) -> jax.Array:

@@ -8,7 +8,7 @@ never a silently replicated array.
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -97,15 +97,24 @@ def constrain(x: jax.Array, *axes: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, layout)
 
 
-def data_shards() -> int:
-    """Returns over how many devices `on_mesh` splits rows: 1 outside of it."""
-    sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    return math.prod(sizes.get(axis, 1) for axis in RULES["batch"])
-
-
 def row_shards(mesh: Mesh) -> int:
     """Returns over how many devices of `mesh` rows are split; the number of rows is a multiple of it."""
     return math.prod(mesh.shape[axis] for axis in RULES["batch"])
+
+
+def map_shards(f: Callable[..., Any], weights: Any, *rows_B: jax.Array) -> Any:
+    """Returns `f(weights, *rows)`, run by every data shard on its own rows; as it is outside `on_mesh`.
+
+    `weights` are whole along the width inside, and their gradient is summed over the shards once, at
+    the end: inside a loop XLA would do that, or gather the rows, on every turn. The tensor axis stays
+    XLA's.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return f(weights, *rows_B)
+    rows = spec(("batch",))
+    in_specs = (PartitionSpec(), *[rows] * len(rows_B))
+    mapped = jax.shard_map(f, in_specs=in_specs, out_specs=rows, axis_names=set(RULES["batch"]))
+    return mapped(weights, *rows_B)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -149,7 +158,8 @@ def init_params(
 
 def _boxed_params(model: nn.Module, key: jax.Array) -> dict[str, Any]:
     # One token per data shard: the fewest rows that the constraints inside the model accept.
-    token = jnp.zeros((data_shards(), 1), jnp.int32)
+    mesh = jax.sharding.get_abstract_mesh()
+    token = jnp.zeros((1 if mesh.empty else row_shards(mesh), 1), jnp.int32)
     return model.init(key, token, token, token, method="logits")["params"]
 
 

@@ -10,6 +10,8 @@ from mopd_jax.retrieval.search import Document
 
 K1, B = 1.2, 0.75
 """BM25's usual constants."""
+TITLE = 3
+"""How often a word of the title counts: a passage about somebody beats one that mentions them."""
 
 
 def words(text: str) -> list[str]:
@@ -29,7 +31,9 @@ class MiniatureSearch:
         """Indexes `{"id", "contents"}` passages; `forgotten` is the share of unlucky wordings."""
         self._documents = [Document(p["id"], p["contents"]) for p in passages]
         self._forgotten = forgotten
-        self._index, self._weights_VN = _bm25(p["contents"] for p in passages)
+        self._index, self._weights_VN = _bm25(
+            [f"{d.title} " * (TITLE - 1) + d.contents for d in self._documents]
+        )
         corpus = hashlib.sha256("\n\n".join(p["contents"] for p in passages).encode())
         self.identity = f"miniature:{corpus.hexdigest()[:16]}:forgotten={forgotten}"
 
@@ -48,13 +52,12 @@ class MiniatureSearch:
         return tuple(self._documents[i] for i in order[lost : lost + k])
 
 
-def _bm25(texts) -> tuple[dict[str, int], np.ndarray]:
+def _bm25(texts: Sequence[str]) -> tuple[dict[str, int], np.ndarray]:
     """Returns the word index and the BM25 weight of each word in each text, float32 [V, N]."""
     bags = [words(text) for text in texts]
     index = {w: i for i, w in enumerate(sorted({w for bag in bags for w in bag}))}
-    counts_VN = np.zeros((len(index), len(bags)), np.float32)
-    for n, bag in enumerate(bags):
-        np.add.at(counts_VN[:, n], [index[w] for w in bag], 1)
+    counts = [np.bincount([index[w] for w in bag], minlength=len(index)) for bag in bags]
+    counts_VN = np.stack(counts, axis=1).astype(np.float32)
     lengths_N = counts_VN.sum(0)
     holders_V = (counts_VN > 0).sum(1)
     idf_V = np.log1p((len(bags) - holders_V + 0.5) / (holders_V + 0.5))

@@ -80,7 +80,7 @@ class _Lane:
         self, sampler: Sampler, groups: int, candidates: int, row: int, turn: int, rollout: RolloutConfig
     ):
         self._sampler, self._rollout = sampler, rollout
-        self._groups, self._candidates = groups, candidates
+        self._groups, self._candidates, self._row, self._turn = groups, candidates, row, turn
         self._state = sampler.init(groups, candidates, row, turn)
         self._queue: collections.deque[Ticket] = collections.deque()
         self._running: dict[int, Ticket] = {}
@@ -96,6 +96,12 @@ class _Lane:
         return bool(self._queue or self._running)
 
     def submit(self, ticket: Ticket) -> None:
+        prompt = len(ticket.conversation.ids)
+        if not 0 < prompt <= self._row - ticket.max_tokens or ticket.max_tokens > self._turn:
+            raise ValueError(
+                f"A prompt of {prompt} tokens and a turn of up to {ticket.max_tokens} were submitted; a row "
+                f"holds {self._row} tokens, a turn {self._turn}: shorten them or raise the team's limits."
+            )
         self._queue.append(ticket)
 
     def release(self, group: int) -> None:
@@ -123,8 +129,9 @@ class _Lane:
     def _admit(self, usage: Usage) -> dict[int, Ticket]:
         """Takes up to R tickets for which there is a group and brings the histories to what is cached.
 
-        A prompt that shares more with one admitted in this round than with any resident group waits
-        for the next round: then the shared part is computed once.
+        A conversation that holds its group never waits behind one that has none. A prompt that shares
+        more with one admitted in this round than with any resident group waits for the next round: then
+        the shared part is computed once.
         """
         admitted: dict[int, Ticket] = {}
         commits, takes, waiting = [], [], []
@@ -133,17 +140,12 @@ class _Lane:
             group = ticket.conversation.group
             if group is not None:
                 commits.append(group)
-            elif not self._free:
+            elif take := self._take(ticket, admitted):
+                takes.append(take)
+                _, group, _ = take
+            else:
                 waiting.append(ticket)
                 continue
-            else:
-                prompt = np.asarray(ticket.conversation.ids[:-1], np.int32)
-                source, shared = self._best_source(prompt, admitted)
-                if any(_common(self._openings[g], prompt) > shared for g in admitted):
-                    waiting.append(ticket)
-                    continue
-                group = self._take(source, shared, prompt)
-                takes.append((source, group, shared))
             usage.reused += self._cached[group]
             admitted[group] = ticket
         self._queue.extendleft(reversed(waiting))
@@ -158,12 +160,21 @@ class _Lane:
         source = int(np.argmax(lengths))
         return source, lengths[source]
 
-    def _take(self, source: int, shared: int, prompt: np.ndarray) -> int:
-        """Claims a free group for a prompt: the source itself if it is free, else the one longest free."""
+    def _take(self, ticket: Ticket, admitted: dict[int, Ticket]) -> tuple[int, int, int] | None:
+        """Claims a free group for a new prompt: the source itself if it is free, else the one longest free.
+
+        Returns (source, group, length of what they share), or None if the prompt has to wait.
+        """
+        if not self._free:
+            return None
+        prompt = np.asarray(ticket.conversation.ids[:-1], np.int32)
+        source, shared = self._best_source(prompt, admitted)
+        if any(_common(self._openings[g], prompt) > shared for g in admitted):
+            return None
         group = source if shared and source in self._free else self._free[0]
         self._free.remove(group)
         self._cached[group], self._openings[group] = shared, prompt
-        return group
+        return source, group, shared
 
     def _reset_histories(self, commits: list[int], takes: list[tuple[int, int, int]]) -> None:
         if commits:
@@ -286,12 +297,15 @@ class Engine:
         """Queues a turn. A conversation has at most one ticket at a time.
 
         Raises:
-          ValueError: the number of keys is not a number of candidates that the engine was made for.
+          ValueError: the number of keys is not a number of candidates that the engine was made for, the
+            prompt is empty, or prompt and turn do not fit.
         """
         if len(ticket.keys) not in self._lanes:
             raise ValueError(
                 f"{len(ticket.keys)} candidates requested, the engine has {sorted(self._lanes)}."
             )
+        if len(ticket.keys) > 1:
+            self.release(ticket.conversation)  # it leaves the conversation lane
         self._lanes[len(ticket.keys)].submit(ticket)
 
     def step(self) -> list[tuple[Ticket, list[Sample]]]:

@@ -28,6 +28,7 @@ def _by_role(group: str) -> tuple[str, ...]:
 
 COLUMNS = (
     Column("loss", ("loss",), "9.2e"),
+    Column("nll", ("nll",), "5.3f"),
     Column("R", _by_role("reward"), "5.2f"),
     Column("EM", ("em",), "4.2f"),
     Column("eval EM", ("eval/em",), "5.3f"),

@@ -18,10 +18,14 @@ from mopd_jax.team.episode import Episode, Role, Row, Status
 Metrics = dict[str, float]
 
 
+def _finite(values) -> np.ndarray:
+    values = np.asarray(values, np.float64)
+    return values[np.isfinite(values)]
+
+
 def _mean(values) -> float:
     """Mean of the finite values, NaN of none."""
-    values = np.asarray(values, np.float64)
-    values = values[np.isfinite(values)]
+    values = _finite(values)
     return float(values.mean()) if len(values) else float("nan")
 
 
@@ -79,13 +83,16 @@ def learning(
         metrics[f"tokens/{role.value}"] = counts[role]
         metrics[f"entropy/{role.value}"] = _mean(np.concatenate([entropies[i] for i in mine]))
         for name, model, sign in (("kl", "reference", -1), ("log_ratio", "teacher", 1)):
-            ratios = [getattr(scores[i], model) - scores[i].old for i in mine if getattr(scores[i], model) is not None]
+            ratios = [
+                getattr(scores[i], model) - scores[i].old
+                for i in mine
+                if getattr(scores[i], model) is not None
+            ]
             if ratios:
                 metrics[f"{name}/{role.value}"] = sign * _mean(np.concatenate(ratios))
-    gap = np.concatenate([score.old - row.logps[row.mask] for score, row in zip(scores, rows, strict=True)])
-    metrics["gap"] = _mean(np.abs(gap))
-    metrics["gap_max"] = float(np.nanmax(np.abs(gap)))
-    return metrics
+    gaps = [score.old - row.logps[row.mask] for score, row in zip(scores, rows, strict=True)]
+    gap = _finite(np.abs(np.concatenate(gaps)))
+    return metrics | {"gap": _mean(gap), "gap_max": float(gap.max()) if len(gap) else float("nan")}
 
 
 def _roles(rows: Sequence[Row]) -> list[Role]:

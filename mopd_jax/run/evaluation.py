@@ -79,7 +79,7 @@ def evaluate_team(
 
 
 def write_episodes(episodes: Sequence[Episode], path: epath.PathLike) -> None:
-    """Writes what every workflow did, one JSON line each: answers, queries, documents' titles, how rows ended."""
+    """Writes what every workflow did, one JSON line each: answers, queries, titles found, how rows ended."""
     epath.Path(path).write_text("".join(json.dumps(_shown(e), ensure_ascii=False) + "\n" for e in episodes))
 
 

@@ -1,6 +1,7 @@
 """From a config to the parts of a phase: data, retriever, models, engine, driver."""
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from mopd_jax.retrieval.search import Retriever
 from mopd_jax.rollout.driver import Driver, WorkflowFactory
 from mopd_jax.rollout.engine import Engine
 from mopd_jax.rollout.render import Renderer
-from mopd_jax.run.checkpoint import read_json, write_json
+from mopd_jax.run.checkpoint import read_json
 from mopd_jax.team.episode import Question
 from mopd_jax.team.roles import Prompts
 from mopd_jax.team.workflows import WORKFLOWS
@@ -99,7 +100,8 @@ def _folder(spec: str, config: Config) -> epath.Path:
     exported = folder / "export"
     if not ((folder / "config.json").exists() or (exported / "config.json").exists()):
         raise FileNotFoundError(
-            f"{spec!r} is neither a Hugging Face folder (no config.json) nor a finished run (no export/config.json)."
+            f"{spec!r} is neither a Hugging Face folder (no config.json) nor a finished run "
+            "(no export/config.json)."
         )
     return exported if exported.exists() else folder
 
@@ -148,9 +150,9 @@ def load_frozen(config: Config, student: Opened, mesh: Mesh) -> dict[str, Frozen
 
 
 def export(folder: epath.PathLike, student: Opened, params: Any, team: TeamConfig) -> None:
-    """Writes weights as a Hugging Face folder, with the student's tokenizer and the team's language beside them."""
-    hf.save(folder, student.model.config, params, student.folder)
-    write_json(epath.Path(folder) / LANGUAGE_FILE, language(team))
+    """Writes weights as a Hugging Face folder, with the student's tokenizer and the team's language."""
+    notes = {LANGUAGE_FILE: json.dumps(language(team), indent=2) + "\n"}
+    hf.save(folder, student.model.config, params, student.folder, notes)
 
 
 def language(team: TeamConfig) -> dict[str, str]:
@@ -172,7 +174,7 @@ def check_language(folder: epath.Path, team: TeamConfig) -> None:
         ours = language(team)[name]
         if ours != theirs:
             raise ValueError(
-                f"{folder} was trained with another wording of {name!r}: {theirs!r}, the student's is {ours!r}. "
+                f"{folder} was trained with another wording of {name!r}: {theirs!r}, the student has {ours!r}. "
                 "A teacher must know the Searcher's prompt and tool format: set team.wording as it was there."
             )
 

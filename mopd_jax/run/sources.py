@@ -133,7 +133,9 @@ class Reinforcement:
         advantages = token_advantages(episodes, learn, scores)
         streams = policy_streams(rows, packed, advantages, [s.old for s in scores], learn)
         metrics = behaviour(episodes) | learning(episodes, learn, scores, entropies, advantages)
-        return LearnerBatch(rows, packed, streams, metrics | self._usage() | {"episodes_crc32": _digest(rows)})
+        return LearnerBatch(
+            rows, packed, streams, metrics | self._usage() | {"episodes_crc32": _digest(rows)}
+        )
 
     def _tasks(self, step: int) -> list[Task]:
         train = self._config.train
@@ -144,23 +146,25 @@ class Reinforcement:
         share = np.mean([episode.aborted for episode in episodes])
         if share > self._config.retrieval.max_aborted_share:
             raise TooManyAborted(
-                f"{share:.0%} of the workflows of a step were aborted by failed searches, retrieval.max_aborted_share "
-                f"is {self._config.retrieval.max_aborted_share:.0%}: look at the retriever {self._driver.retriever.identity}."
+                f"{share:.0%} of the workflows of a step were aborted by failed searches, the limit "
+                f"retrieval.max_aborted_share is {self._config.retrieval.max_aborted_share:.0%}: look at the "
+                f"retriever {self._driver.retriever.identity}."
             )
 
     def _score(self, params, packed: TokenRows, count: int) -> tuple[list[RowScores], list[np.ndarray]]:
         """Returns the fused pass' log-probabilities and entropies, per row of the batch."""
         scored = [jax.device_get(self._scorer(params, micro)) for micro in packed.batch.micros]
-        per_row = {
-            name: packed.gather([logps[name] for logps, _ in scored], count) for name in scored[0][0]
+        old = packed.gather([student.logps for student, _ in scored], count)
+        entropies = packed.gather([student.entropy for student, _ in scored], count)
+        frozen = {
+            name: packed.gather([others[name].logps for _, others in scored], count) for name in scored[0][1]
         }
-        entropies = packed.gather([entropy for _, entropy in scored], count)
-        model = self._config.model
+        teacher, reference = self._config.model.teacher, self._config.model.reference
         return [
             RowScores(
-                old=per_row["student"][i],
-                teacher=per_row[model.teacher][i] if model.teacher else None,
-                reference=per_row[model.reference][i] if model.reference else None,
+                old=old[i],
+                teacher=frozen[teacher][i] if teacher else None,
+                reference=frozen[reference][i] if reference else None,
             )
             for i in range(count)
         ], entropies
@@ -201,7 +205,7 @@ def decoded(row: Row, tokens: Tokens) -> tuple[str, list[tuple[str, bool]]]:
 
 
 def speed(batch: LearnerBatch, seconds: dict[str, float]) -> Metrics:
-    """Returns the seconds of each phase of a step, and tokens per second of sampling, scoring and updating."""
+    """Returns a step's seconds by phase, and tokens per second of sampling, scoring and updating."""
     trained = sum(len(row.ids) for row in batch.rows)
     sampled = sum(int(row.mask.sum()) for row in batch.rows)
     counts = {"rollout": sampled, "score": trained, "update": trained}
