@@ -344,7 +344,7 @@ def _phases_as_written(config: Config | Chain) -> dict[str, Config]:
 
 
 def _hand_over(name: str, named: dict[str, Config]) -> Iterator[Finding]:
-    """Weights come from a phase that has run before, was trained, and left an export."""
+    """Weights come from a phase that has run before and was trained."""
     order = list(named)
     for field in ("init", "teacher", "reference"):
         source = _get(named[name].model, field)
@@ -354,8 +354,6 @@ def _hand_over(name: str, named: dict[str, Config]) -> Iterator[Finding]:
             yield f"model.{field}", f"must name an earlier phase than {name}"
         elif named[source].train.kind is Kind.EVALUATE:
             yield f"model.{field}", f"phase {source} only evaluates and leaves no weights"
-        elif not named[source].run.export:
-            yield f"model.{field}", f"phase {source} leaves no weights: its run.export is false"
 
 
 def _shared_groups(named: dict[str, Config]) -> Iterator[str]:

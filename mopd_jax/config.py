@@ -106,8 +106,6 @@ class RunConfig:
     """Seed of the data order, of sampling and of random initial weights."""
     allow_changes: bool = False
     """Continue a run although its config or data differ from what it was started with."""
-    export: bool = True
-    """Write the final (or best) weights as a Hugging Face folder `export/` at the end of the phase."""
 
 
 @dataclass
@@ -140,7 +138,7 @@ class ModelConfig:
     teacher: str = ""
     """Frozen model that scores distilled roles (same spellings as `init`); "" where no role is distilled."""
     reference: str = ""
-    """Frozen model of the KL penalty (same spellings); "" where `learn.kl` is 0. The teacher in stage 2 [P]."""
+    """Frozen model of the KL penalty (same spellings), the teacher in stage 2 [P]; "" where `learn.kl` is 0."""
     architecture: ArchitectureConfig = field(default_factory=ArchitectureConfig)
     """Sizes for `init = "random"`."""
     compute: Precision = Precision.FLOAT32
@@ -170,7 +168,7 @@ class DataConfig:
     test: tuple[str, ...] = ()
     """Question files for `evaluate`, or ("miniature",)."""
     demonstrations: tuple[str, ...] = ()
-    """Conversation files (JSONL) of a supervised phase, or ("miniature:facts",) or ("miniature:noisy",)."""
+    """Conversation files (JSONL) of a supervised phase, ("miniature:facts",) or ("miniature:noisy",)."""
     world_seed: int = 0
     """Seed of the embedded world: its people, facts and questions."""
 

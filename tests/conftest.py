@@ -6,7 +6,10 @@ import pathlib
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _flags = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in _flags:
-    os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
+    _flags += " --xla_force_host_platform_device_count=8"
+    # Eight devices take turns on few cores: give their collectives more than the usual 40 s.
+    _flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    os.environ["XLA_FLAGS"] = _flags.strip()
 
 import pytest  # noqa: E402
 

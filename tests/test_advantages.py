@@ -1,5 +1,7 @@
 """Groups, normalisation, KL placement and distillation, with numbers worked out by hand."""
 
+import functools
+import operator
 import random
 
 import numpy as np
@@ -336,8 +338,8 @@ def test_advantages_do_not_depend_on_the_order_of_episodes():
         [RowScores(*rng.normal(-1, 1, (3, 2)).astype(np.float32)) for _ in episode.rows]
         for episode in episodes
     ]
-    straight = token_advantages(episodes, LearnConfig(), sum(scores, []))
-    back = token_advantages(episodes[::-1], LearnConfig(), sum(scores[::-1], []))
+    straight = token_advantages(episodes, LearnConfig(), functools.reduce(operator.iadd, scores, []))
+    back = token_advantages(episodes[::-1], LearnConfig(), functools.reduce(operator.iadd, scores[::-1], []))
     by_episode = [back.values[i : i + 3] for i in range(0, 15, 3)][::-1]
     np.testing.assert_allclose(np.concatenate(by_episode), straight.values, rtol=1e-6)
 

@@ -93,7 +93,7 @@ def test_overrides_of_every_type_arrive(experiment):
             "--config.optim.lr=2e-5",
             "--config.train.steps",
             "7",
-            "--noconfig.run.export",
+            "--noconfig.learn.leader_bonus",
             "--config.run.allow_changes",
             "--config.learn.penalty_scope=workflow",
             "--config.mesh.shape=(1,4,2)",
@@ -105,7 +105,7 @@ def test_overrides_of_every_type_arrive(experiment):
     )
     assert config.optim.lr == 2e-5
     assert config.train.steps == 7
-    assert (config.run.export, config.run.allow_changes) == (False, True)
+    assert (config.learn.leader_bonus, config.run.allow_changes) == (False, True)
     assert config.learn.penalty_scope.value == "workflow"
     assert config.mesh.shape == (1, 4, 2)
     assert config.learn.row_buckets == (4096, 8192)
@@ -138,7 +138,7 @@ def test_overrides_reach_one_phase_of_a_chain(tmp_path):
         ("optim.lr=fast", "config.optim.lr got 'fast': expected a number."),
         ("optim.lr=nan", "config.optim.lr = nan: expected a number."),
         ("train.steps=1.5", "config.train.steps got '1.5': expected a whole number."),
-        ("run.export=maybe", "config.run.export got 'maybe': expected true or false."),
+        ("run.allow_changes=maybe", "config.run.allow_changes got 'maybe': expected true or false."),
         ("learn.searcher=sft", "config.learn.searcher got 'sft': expected one of grpo, opd, none."),
         (
             "mesh.shape=(1,2)",
@@ -450,7 +450,6 @@ def test_a_sound_chain_passes():
             {"stage2.model.teacher": "stage2"},
             "config.stage2.model.teacher = 'stage2': must name an earlier phase",
         ),
-        ({"warmup.run.export": False}, "config.stage1.model.init = 'warmup': phase warmup leaves no weights"),
         (
             {"stage1.train.kind": Kind.EVALUATE},
             "config.stage2.model.teacher = 'stage1': phase stage1 only evaluates",

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mopd_jax.model import sharding
 from mopd_jax.model.logprobs import _logprob_and_entropy, token_logprobs
 from tests.tiny_qwen3 import VOCAB, assert_trees_close, make_model, make_params, random_ids
 

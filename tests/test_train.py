@@ -11,7 +11,6 @@ import time
 
 import pytest
 
-from mopd_jax import flags, train
 from mopd_jax.run.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -50,7 +49,7 @@ def wait_for_lines(folder: pathlib.Path, count: int, process: subprocess.Popen) 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> pathlib.Path:
-    """A tiny stage-2 run of four steps, never interrupted."""
+    """A tiny run, never interrupted: two steps of imitation, four of stage 2."""
     folder = tmp_path_factory.mktemp("straight")
     process = start(
         "tests/tiny.py", f"--config.run.dir={folder}", JAX_COMPILATION_CACHE_DIR=str(folder / "cache")
@@ -61,7 +60,7 @@ def straight(tmp_path_factory) -> pathlib.Path:
 
 
 def test_a_run_leaves_metrics_checkpoint_and_export(straight):
-    lines = read_metrics(straight)
+    lines = read_metrics(straight / "team")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     expected = {
         "loss",
@@ -81,18 +80,18 @@ def test_a_run_leaves_metrics_checkpoint_and_export(straight):
     assert abs(lines[0]["kl/leader"]) < 1e-6, "student and reference are the same at the start"
     assert lines[-1]["kl/leader"] != 0.0, "the student has moved"
     assert {"config.json", "model.safetensors", "tokenizer.json", "team.json"} <= {
-        p.name for p in (straight / "export").iterdir()
+        p.name for p in (straight / "team" / "export").iterdir()
     }
 
 
 def test_same_seed_gives_the_same_run_bit_for_bit(straight, tmp_path):
-    config = flags.load(
-        [f"--config={ROOT}/tests/tiny.py", f"--config.run.dir={tmp_path}", "--config.train.steps=2"]
-    )
-    # The schedule is constant, so the first two steps of a shorter run are those of the longer one.
-    assert train.train("", config)
-    assert measured(tmp_path) == measured(straight)[:2]
-    assert all(line["episodes_crc32"] for line in measured(tmp_path))
+    # The schedule is constant: a shorter run is the beginning of a longer one.
+    output, _ = start(
+        "tests/tiny.py", f"--config.run.dir={tmp_path}", "--config.team.train.steps=2"
+    ).communicate()
+    for phase in ("start", "team"):
+        assert measured(tmp_path / phase) == measured(straight / phase)[:2], output
+    assert all(line["episodes_crc32"] for line in measured(tmp_path / "team"))
 
 
 def test_killed_and_stopped_runs_continue_without_losing_or_repeating_a_step(straight, tmp_path):
@@ -100,12 +99,12 @@ def test_killed_and_stopped_runs_continue_without_losing_or_repeating_a_step(str
     cache = {"JAX_COMPILATION_CACHE_DIR": str(straight / "cache")}
 
     killed = start(*arguments, **cache)
-    wait_for_lines(tmp_path, 1, killed)
+    wait_for_lines(tmp_path / "team", 1, killed)
     killed.kill()
     killed.communicate()
 
     stopped = start(*arguments, **cache)
-    wait_for_lines(tmp_path, 2, stopped)
+    wait_for_lines(tmp_path / "team", 2, stopped)
     stopped.send_signal(signal.SIGTERM)
     output, _ = stopped.communicate(timeout=600)
     assert stopped.returncode == 0, output
@@ -113,12 +112,13 @@ def test_killed_and_stopped_runs_continue_without_losing_or_repeating_a_step(str
     assert finished or re.search(r"Stopped after step \d of 4", output)
 
     output, _ = start(*arguments, **cache).communicate(timeout=600)
-    assert "finished already" in output if finished else "Continuing" in output
-    assert measured(tmp_path) == measured(straight)
+    assert "Continuing" not in output if finished else "Continuing" in output
+    for phase in ("start", "team"):
+        assert measured(tmp_path / phase) == measured(straight / phase)
 
 
 def test_a_finished_run_with_another_config_is_refused(straight):
-    process = start("tests/tiny.py", f"--config.run.dir={straight}", "--config.optim.lr=1e-3")
+    process = start("tests/tiny.py", f"--config.run.dir={straight}", "--config.team.optim.lr=1e-3")
     output, _ = process.communicate(timeout=600)
     assert process.returncode != 0
     assert "optim.lr: 0.0005 → 0.001" in output

@@ -136,7 +136,7 @@ def test_the_workflow_cap_asks_a_searcher_for_its_summary():
     played = run_hierarchy(*script, workflow_searches=5)
     assert [s.searches for s in closed(played, Role.SEARCHER)] == [4, 1, 0]
     assert played.outcome.searches == len(played.queries) == 5
-    first_of_third = [t for t in played.asked(Role.SEARCHER) if t.session == 3][0]
+    first_of_third = next(t for t in played.asked(Role.SEARCHER) if t.session == 3)
     assert first_of_third.messages[1].content == f"Task: sub\n{PROMPTS.ask_summary}"
 
 

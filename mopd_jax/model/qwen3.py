@@ -180,6 +180,7 @@ class Embedding(nn.Module):
         self.embedding = self.param("embedding", init, (self.vocab_size, self.width))
 
     def look_up(self, ids_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Returns the vectors [B, T, D] of token ids."""
         # Gathered over fsdp first: a look-up in a table split along both axes makes XLA replicate it all.
         # Cast after the look-up: the gradient of a frequent token is a long sum, kept in the table's type.
         table = constrain(self.embedding, "vocab", "width")

@@ -174,7 +174,7 @@ def check_language(folder: epath.Path, team: TeamConfig) -> None:
         ours = language(team)[name]
         if ours != theirs:
             raise ValueError(
-                f"{folder} was trained with another wording of {name!r}: {theirs!r}, the student has {ours!r}. "
+                f"{folder} was trained with another wording of {name!r}: {theirs!r}, here it is {ours!r}. "
                 "A teacher must know the Searcher's prompt and tool format: set team.wording as it was there."
             )
 
