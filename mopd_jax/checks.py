@@ -263,6 +263,8 @@ def _retrieval(c: Config, kind: Kind) -> Iterator[Finding]:
 def _team(c: Config, kind: Kind) -> Iterator[Finding]:
     if c.team.workflow is Workflow.HIERARCHY and c.team.leader_turns < 2:
         yield "team.leader_turns", "must be at least 2: the last turn is only for the answer request"
+    if c.team.workflow is Workflow.HIERARCHY and c.rollout.conversations < 2:
+        yield "rollout.conversations", "must be at least 2: a Leader keeps its cache while its Searcher works"
 
 
 def _training(c: Config, kind: Kind) -> Iterator[Finding]:
@@ -319,6 +321,8 @@ def _rule_problems(config: Config | Chain, kind: Kind | None) -> Iterator[str]:
     named = _phases_as_written(config)
     if not named:
         yield "config names no phase: a chain has one Config field per phase (is it a @dataclass?)."
+    elif kind and isinstance(config, Chain) and kind not in (c.train.kind for c in named.values()):
+        yield f"config has no phase with train.kind = {show(kind)} among {', '.join(named)}."
     if isinstance(config, Chain):
         yield from _lines(config, "config", _run(config.run))
     yield from _shared_groups(named)

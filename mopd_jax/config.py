@@ -138,7 +138,7 @@ class ModelConfig:
     teacher: str = ""
     """Frozen model that scores distilled roles (same spellings as `init`); "" where no role is distilled."""
     reference: str = ""
-    """Frozen model of the KL penalty (same spellings), the teacher in stage 2 [P]; "" where `learn.kl` is 0."""
+    """Frozen model of the KL penalty, spelt alike; the teacher in stage 2 [P]; "" where `learn.kl` is 0."""
     architecture: ArchitectureConfig = field(default_factory=ArchitectureConfig)
     """Sizes for `init = "random"`."""
     compute: Precision = Precision.FLOAT32
@@ -298,7 +298,7 @@ class OptimConfig:
     schedule: Schedule = Schedule.CONSTANT
     """Learning rate after the warm-up."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly."""
+    """Optimizer steps (`learn.updates_per_batch` per batch) over which the learning rate rises linearly."""
 
 
 @dataclass

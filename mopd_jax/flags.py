@@ -173,7 +173,7 @@ def _override_problem(config: Config | Chain, path: str, text: str, joined: bool
         group, where = getattr(group, name), f"{where}.{name}"
     if dataclasses.is_dataclass(annotation):
         return [f"{where} is a group of fields, set one of them: {', '.join(field_types(group))}."]
-    switch = annotation is bool and not joined  # --config.run.export or --noconfig.run.export
+    switch = annotation is bool and not joined  # --config.run.allow_changes or --noconfig.run.allow_changes
     if not switch and not _is_spelled(text, annotation):
         return [f"{where} got {text!r}: expected {describe_type(annotation)}."]
     return []

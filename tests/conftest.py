@@ -4,7 +4,10 @@ import os
 import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_flags = os.environ.get("XLA_FLAGS", "")
+_FAST_COMPILES = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""Tests compile many tiny programs and run each a few times."""
+
+_flags = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_COMPILES}"
 if "xla_force_host_platform_device_count" not in _flags:
     _flags += " --xla_force_host_platform_device_count=8"
     # Eight devices take turns on few cores: give their collectives more than the usual 40 s.

@@ -2,7 +2,7 @@
 
 import functools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -106,14 +106,22 @@ def ask(
     return conversation
 
 
+def finished_turns(engine: Engine) -> Iterator[tuple[Ticket, list[Sample]]]:
+    """Yields turns as they finish until nothing is left to do; fails rather than go on for ever."""
+    for _ in range(1000):
+        if not engine.busy:
+            return
+        yield from engine.step()
+    raise AssertionError("The engine is busy and nothing ever finishes.")
+
+
 def finish(engine: Engine) -> dict[int, list[Sample]]:
-    """Steps until nothing is left to do; returns the samples by `id` of their conversation, whose ids
+    """Finishes everything; returns the samples by `id` of their conversation, whose ids
     get the first candidate's."""
     samples = {}
-    while engine.busy:
-        for ticket, turn in engine.step():
-            samples[id(ticket.conversation)] = turn
-            ticket.conversation.ids += turn[0].ids.tolist()
+    for ticket, turn in finished_turns(engine):
+        samples[id(ticket.conversation)] = turn
+        ticket.conversation.ids += turn[0].ids.tolist()
     return samples
 
 
@@ -189,7 +197,7 @@ def logps_of(ids: Sequence[int]) -> np.ndarray:
     return -(np.asarray(ids, np.float32) + 1) / 1000
 
 
-def script(*turns: list[int]) -> Callable[[list[int], int], list[int]]:
+def script(*said: list[int]) -> Callable[[list[int], int], list[int]]:
     """Returns a `speak` that says one turn after the other, candidates one by one, whatever the prompt."""
-    lines = iter(turns)
+    lines = iter(said)
     return lambda prompt, candidate: next(lines)

@@ -8,7 +8,19 @@ import pytest
 
 from mopd_jax.rollout.engine import Conversation, Engine, Ticket, Usage
 from mopd_jax.team.episode import Stop
-from tests.engines import CANDIDATES, TEAM, ask, finish, fresh_engine, keys, params, prompt, score, tokens
+from tests.engines import (
+    CANDIDATES,
+    TEAM,
+    ask,
+    finish,
+    finished_turns,
+    fresh_engine,
+    keys,
+    params,
+    prompt,
+    score,
+    tokens,
+)
 
 EOS = tokens().end_of_turn_id
 
@@ -126,10 +138,9 @@ def test_order_slots_neighbours_and_reuse_do_not_matter(engine, alone, order):
     asked = {number: ask(engine, REQUESTS[number], number) for number in order}
     traffic = [ask(engine, prompt(200 + i, 12), i, 8, CANDIDATES) for i in range(3)]
     samples = {}
-    while engine.busy:  # nine conversations on four groups
-        for ticket, turns in engine.step():
-            samples[id(ticket.conversation)] = turns[0]
-            engine.release(ticket.conversation)
+    for ticket, (turn, *_) in finished_turns(engine):  # nine conversations on four groups
+        samples[id(ticket.conversation)] = turn
+        engine.release(ticket.conversation)
     assert len(samples) == len(asked) + len(traffic)
     assert all(same(samples[id(conversation)], alone[number]) for number, conversation in asked.items())
     assert engine.take_usage().reused > 0
@@ -228,12 +239,11 @@ def test_more_requests_than_groups_all_finish(engine):
     asked = [ask(engine, prompt(i, 4 + i), i, candidates=1) for i in range(11)]
     answers = [ask(engine, prompt(i, 4 + i), i, 8, CANDIDATES) for i in range(5)]
     finished, held = set(), 0
-    while engine.busy:
-        for ticket, turns in engine.step():
-            finished.add(id(ticket.conversation))
-            held = max(held, sum(c.group is not None for c in asked + answers))
-            assert len(turns) == len(ticket.keys)
-            engine.release(ticket.conversation)
+    for ticket, samples in finished_turns(engine):
+        finished.add(id(ticket.conversation))
+        held = max(held, sum(c.group is not None for c in asked + answers))
+        assert len(samples) == len(ticket.keys)
+        engine.release(ticket.conversation)
     assert finished == {id(c) for c in asked + answers} and held <= 4
 
 
@@ -258,10 +268,8 @@ def test_a_new_conversation_waits_for_a_group_and_holds_nobody_up(engine):
     assert engine.step() == [] and engine.busy
     parked[0].ids += prompt(6, 2)
     ask(engine, parked[0], 6)
-    finished = []
-    while not finished:
-        finished = engine.step()
-    assert [ticket.conversation for ticket, _ in finished] == [parked[0]]
+    first, _ = next(finished_turns(engine))
+    assert first.conversation is parked[0]
     engine.release(parked[1])
     engine.release(parked[1])  # frees nothing twice
     (samples,) = finish(engine).values()
@@ -294,10 +302,9 @@ def test_the_same_first_prompt_is_prefilled_once(engine):
 
 
 def finish_and_release(engine: Engine) -> None:
-    while engine.busy:
-        for ticket, turns in engine.step():
-            ticket.conversation.ids += turns[0].ids.tolist()
-            engine.release(ticket.conversation)
+    for ticket, (turn, *_) in finished_turns(engine):
+        ticket.conversation.ids += turn.ids.tolist()
+        engine.release(ticket.conversation)
 
 
 def test_questions_share_their_role_prompt_and_nothing_is_counted_twice(engine):

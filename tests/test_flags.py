@@ -325,6 +325,7 @@ def test_every_number_has_a_bound():
         (stage2, {"learn.micro_batch_tokens": 4096}, "must hold one row of the longest bucket, 8192"),
         (stage2, {"team.searcher_tokens": 8192}, "does not fit into a row of team.row_tokens = 8192"),
         (stage2, {"team.leader_turns": 1}, "must be at least 2"),
+        (stage2, {"rollout.conversations": 1}, "config.rollout.conversations = 1: must be at least 2"),
         (stage2, {"train.steps": 0}, "a phase with train.kind = reinforce takes at least 1 step"),
         (
             stage2,
@@ -481,6 +482,13 @@ def test_of_a_chain_only_the_evaluations_are_checked_for_evaluation():
     validate(config, Kind.EVALUATE)
     config.exam.retrieval.k = 0
     with pytest.raises(ConfigError, match=r"refused:\n- config\.exam\.retrieval\.k = 0: must be above 0\.$"):
+        validate(config, Kind.EVALUATE)
+
+
+def test_a_chain_without_a_phase_of_the_wanted_kind_is_refused():
+    config = chain()
+    config.exam.train.kind = Kind.SUPERVISED
+    with pytest.raises(ConfigError, match=r"no phase with train\.kind = evaluate among warmup, stage1"):
         validate(config, Kind.EVALUATE)
 
 

@@ -64,7 +64,7 @@ row_shapes = st.integers(2, 16).flatmap(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(
     st.lists(row_shapes, min_size=1, max_size=14),
     st.sampled_from([(16,), (4, 8, 16), (5, 11, 16)]),
@@ -106,7 +106,7 @@ def test_nothing_is_lost_moved_or_doubled(shapes, buckets, shards, micro_batch_t
     assert len(batch.micros) == -(-used // rows)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(row_shapes, min_size=1, max_size=14), st.sampled_from([16, 64]))
 def test_gather_undoes_scatter_and_padding_is_zero(shapes, micro_batch_tokens):
     ids, masks = make_rows(shapes)

@@ -14,6 +14,7 @@ import pytest
 from mopd_jax.run.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+ONE_DEVICE = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
 TIMES = ("seconds/", "tokens_per_s/")
 
 
@@ -30,7 +31,7 @@ def start(config: str, *overrides: str, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
         command(config, *overrides),
         cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": ""} | environment,
+        env=os.environ | {"XLA_FLAGS": ONE_DEVICE} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     start = time.time()
     questions, counts = read_questions(args.questions)
     retriever = BM25Search(args.corpus)
-    with epath.Path(args.out).open("w") as out:
+    unfinished = epath.Path(f"{args.out}.tmp")
+    with unfinished.open("w") as out:
         for index in np.random.default_rng(args.seed).permutation(len(questions)):
             if args.limit and counts["demonstrated"] == args.limit:
                 break
@@ -82,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             else:
                 counts["demonstrated"] += 1
                 out.writelines(json.dumps(as_json(conversation)) + "\n" for conversation in made)
+    unfinished.replace(args.out)
     print(f"{args.out}: {3 * counts['demonstrated']} conversations, {time.time() - start:.0f} s")
     for name, count in counts.items():
         print(f"{count:8,d}  {name}")
