@@ -9,6 +9,11 @@ import dataclasses
 import enum
 from dataclasses import dataclass, field
 
+MINIATURE = "miniature"
+"""The embedded world, where a config names files."""
+RANDOM = "random"
+"""Random weights with the embedded world's tokenizer, where a config names a model."""
+
 
 class Kind(enum.Enum):
     """What a phase does."""

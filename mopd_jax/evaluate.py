@@ -11,18 +11,30 @@ from typing import TYPE_CHECKING
 from absl import app, logging
 
 from mopd_jax import flags
-from mopd_jax.config import Config, Kind, phases
+from mopd_jax.config import Chain, Config, Kind, phases
 
 if TYPE_CHECKING:
     from mopd_jax.run.report import Result
 
 
-def main(config_flag) -> None:
+def main(config: Config | Chain) -> None:
     """Evaluates every evaluation phase of a chain, or the one phase there is."""
-    logging.set_verbosity(logging.WARNING)  # Orbax tells its every step otherwise
-    named = phases(config_flag.value)
+    prepare(config)
+    named = phases(config)
     chosen = {name: c for name, c in named.items() if len(named) == 1 or c.train.kind is Kind.EVALUATE}
-    write_report([evaluate(name, c) for name, c in chosen.items()], config_flag.value.run.dir)
+    write_report([evaluate(name, c) for name, c in chosen.items()], config.run.dir)
+
+
+def prepare(config: Config | Chain) -> None:
+    """Settings of the process: quiet libraries, and compiled programs kept in the run's folder.
+
+    Phases of a chain share programs, and a run that goes on finds its own.
+    """
+    import jax
+
+    logging.set_verbosity(logging.WARNING)  # Orbax tells its every step otherwise
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", f"{config.run.dir}/compiled")
 
 
 def evaluate(name: str, config: Config) -> "Result":
@@ -35,7 +47,7 @@ def evaluate(name: str, config: Config) -> "Result":
     """
     from etils import epath
 
-    from mopd_jax.data.questions import fingerprint, select
+    from mopd_jax.data.questions import select
     from mopd_jax.run import checkpoint, parts
     from mopd_jax.run.evaluation import evaluate_team, write_episodes
     from mopd_jax.run.report import read_result, write_result
@@ -43,14 +55,14 @@ def evaluate(name: str, config: Config) -> "Result":
     folder = epath.Path(config.run.dir)
     questions = parts.load_questions(config.data.test, "test", config)
     questions = select(questions, config.eval.questions)
-    meta = checkpoint.resume_meta(config, fingerprint(questions))
-    if finished := checkpoint.read_json(folder / "evaluated.json"):
-        checkpoint.check_resume(finished, config, meta["data"])
+    meta = checkpoint.resume_meta(config, parts.evaluated_on(config))
+    finished = checkpoint.read_json(folder / "evaluated.json")
+    if finished and not checkpoint.check_resume(finished, meta, config):
         print(f"{folder} is evaluated already.")
         return read_result(folder / "results.jsonl")
 
     opened = parts.open_model(config.model.init, config)
-    team = parts.make_team(config, opened.tokens, opened.model, candidates=1)
+    team = parts.make_team(config, opened, candidates=1)
     team.engine.load(parts.load_params(opened, team.mesh, config.model.rollout, config.run.seed))
     system = name or f"{config.team.workflow.value} {config.model.init}"
     result, episodes = evaluate_team(
@@ -76,4 +88,4 @@ def write_report(results: "Sequence[Result]", folder: str) -> None:
 
 if __name__ == "__main__":
     _CONFIG = flags.define_config()
-    app.run(lambda _: main(_CONFIG), flags_parser=functools.partial(flags.parse, kind=Kind.EVALUATE))
+    app.run(lambda _: main(_CONFIG.value), flags_parser=functools.partial(flags.parse, kind=Kind.EVALUATE))

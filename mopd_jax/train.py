@@ -4,24 +4,29 @@ Read top to bottom: config → data → mesh → models → engine → (roll out
 evaluation → export. Heavy imports wait until the config has been accepted.
 """
 
-from absl import app, logging
+import contextlib
+import sys
+
+from absl import app
 
 from mopd_jax import flags
-from mopd_jax.config import Config, Kind, Precision, phases
+from mopd_jax.config import Chain, Config, Kind, Precision, phases
+
+STOPPED = 143
+"""Exit code after SIGTERM or SIGINT, as of a killed process: what follows the run must not start."""
 
 
-def main(config_flag) -> None:
+def main(config: Config | Chain) -> None:
     """Runs the phases in order, then prints one table of all evaluations among them."""
-    from mopd_jax.evaluate import evaluate, write_report
+    from mopd_jax.evaluate import evaluate, prepare, write_report
 
-    logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save otherwise
-    config = config_flag.value
+    prepare(config)
     results = []
     for name, phase in phases(config).items():
         if phase.train.kind is Kind.EVALUATE:
             results.append(evaluate(name, phase))
         elif not train(name, phase):
-            return
+            sys.exit(STOPPED)
     if results:
         write_report(results, config.run.dir)
 
@@ -45,10 +50,13 @@ def train(name: str, config: Config) -> bool:
     from mopd_jax.run.validation import Validation
 
     folder, steps = epath.Path(config.run.dir), config.train.steps
-    if finished := checkpoint.read_json(folder / "finished.json"):
-        checkpoint.check_resume(finished, config, finished["data"])
+    meta = checkpoint.resume_meta(config, parts.trained_on(config))
+    finished = checkpoint.read_json(folder / "finished.json")
+    if finished and not checkpoint.check_resume(finished, meta, config):
         print(f"{folder} is finished already.")
         return True
+    (folder / "finished.json").unlink(missing_ok=True)
+    checkpoint.write_json(folder / "config.json", meta["config"])
 
     # ---------------------------------------------------------------- models, mesh, learner
     mesh = sharding.make_mesh(config.mesh.shape)
@@ -56,7 +64,8 @@ def train(name: str, config: Config) -> bool:
     learner = Learner(student.model, config.learn, config.optim, steps * config.learn.updates_per_batch, mesh)
 
     # ---------------------------------------------------------------- where batches come from
-    team = parts.make_team(config, student.tokens, student.model, config.team.candidates)
+    samples = config.train.kind is Kind.REINFORCE or config.eval.every
+    team = parts.make_team(config, student, config.team.candidates) if samples else None
     source = sources.make_source(config, student, team, mesh)
     validation = Validation(config, student, team) if config.eval.every else None
 
@@ -64,21 +73,17 @@ def train(name: str, config: Config) -> bool:
     # 1. the latest whole checkpoint of this run, whatever mesh it was saved on;
     # 2. the weights of model.init, at step 0.
     saved = checkpoint.Checkpoints(folder / "checkpoints", config.checkpoint.keep)
-    meta = checkpoint.resume_meta(config, source.fingerprint)
     if restored := saved.restore_latest(learner.abstract_state()):
-        checkpoint.check_resume(restored.meta, config, source.fingerprint)
-        first, state = restored.step, restored.state
-        print(f"Continuing {folder} after step {first}.")
+        checkpoint.check_resume(restored.meta, meta, config)
+        done, state = restored.step, restored.state
+        print(f"Continuing {folder} after step {done}.")
     else:
-        first, state = (
-            0,
-            learner.init_state(parts.load_params(student, mesh, Precision.FLOAT32, config.run.seed)),
-        )
+        params = parts.load_params(student, mesh, Precision.FLOAT32, config.run.seed)
+        done, state = 0, learner.init_state(params)
 
     # ---------------------------------------------------------------- the loop
-    writer, watch, pace = MetricsWriter(folder, first + 1), Stopwatch(), Pace()
-    done = first
-    with checkpoint.StopRequest() as stop:
+    writer, watch, pace = MetricsWriter(folder, done + 1), Stopwatch(), Pace()
+    with contextlib.closing(saved), checkpoint.StopRequest() as stop:
         while done < steps and not stop:
             batch = source.batch(done, state.params, watch)
             if done == 0:
@@ -93,9 +98,9 @@ def train(name: str, config: Config) -> bool:
             metrics |= {"seconds/step": pace.tick(), "seconds/remaining": pace.remaining(steps - done)}
             writer.write(done, batch.metrics | metrics)
             print(console.step_line(name, done, steps, batch.metrics | metrics), flush=True)
-            if done % config.checkpoint.every == 0 or done == steps or stop:
+            if done % config.checkpoint.every == 0:
                 saved.save(done, state, meta)
-    saved.close()
+        saved.save(done, state, meta)
     if done < steps:
         print(f"Stopped after step {done} of {steps}: the same command goes on from there.")
         return False
@@ -124,4 +129,4 @@ def _update(learner, state, batch, config: Config, step: int):
 
 if __name__ == "__main__":
     _CONFIG = flags.define_config()
-    app.run(lambda _: main(_CONFIG), flags_parser=flags.parse)
+    app.run(lambda _: main(_CONFIG.value), flags_parser=flags.parse)

@@ -155,6 +155,8 @@ class ScriptedEngine:
     parked: set[int] = field(default_factory=set)
     """By `id`; a group's number does not matter here."""
     most_queued: int = 0
+    recomputed: int = 0
+    """Turns of conversations that had given their group back in between."""
 
     def submit(self, ticket: Ticket) -> None:
         self.queue.append(ticket)
@@ -178,6 +180,7 @@ class ScriptedEngine:
             if len(self.parked) == self.groups:
                 return False
             self.parked.add(id(ticket.conversation))
+            self.recomputed += any(spoken.conversation is ticket.conversation for spoken in self.log)
         return True
 
     def _turn(self, ticket: Ticket) -> list[Sample]:

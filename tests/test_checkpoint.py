@@ -228,22 +228,24 @@ def test_config_diff_names_the_fields():
 
 
 def test_an_unchanged_run_continues():
-    meta = checkpoint.resume_meta(Config(), "abc")
+    saved = checkpoint.resume_meta(Config(), {"nq.jsonl": "abc"})
     moved = Config()
     moved.run.dir, moved.checkpoint.every = "elsewhere", 7
-    checkpoint.check_resume(meta, moved, "abc")
+    now = checkpoint.resume_meta(moved, {"nq.jsonl": "abc"})
+    assert checkpoint.check_resume(saved, now, moved) is False
 
 
 def test_changes_are_refused_unless_told(caplog):
-    meta = checkpoint.resume_meta(Config(), "abc")
+    saved = checkpoint.resume_meta(Config(), {"nq.jsonl": "abc"})
     changed = Config()
     changed.optim.lr = 1e-3
+    now = checkpoint.resume_meta(changed, {"nq.jsonl": "xyz"})
     with pytest.raises(ResumeError) as refusal:
-        checkpoint.check_resume(meta, changed, "xyz")
-    assert "- optim.lr: 1e-06 → 0.001\n- data: abc → xyz\n" in str(refusal.value)
+        checkpoint.check_resume(saved, now, changed)
+    assert "- optim.lr: 1e-06 → 0.001\n- nq.jsonl: abc → xyz\n" in str(refusal.value)
     assert "--config.run.allow_changes" in str(refusal.value)
     changed.run.allow_changes = True
-    checkpoint.check_resume(meta, changed, "xyz")
+    assert checkpoint.check_resume(saved, now, changed) is True
     assert "- optim.lr: 1e-06 → 0.001" in caplog.text
 
 

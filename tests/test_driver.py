@@ -187,6 +187,7 @@ def test_each_prompt_starts_with_the_one_before_and_its_output():
             assert after.prompt[: len(start)] == start and len(after.prompt) > len(start)
     # Per workflow a Leader of three turns, two Searchers of two, an Answerer of one.
     assert lengths == {3: 3, 2: 6, 1: 3}
+    assert engine.recomputed == 0  # the Leader keeps its cache while a Searcher works
     for episode in episodes:
         assert [row.role for row in episode.rows] == [Role.LEADER, *[Role.SEARCHER] * 2, *[Role.ANSWERER] * 5]
         assert [row.status for row in episode.rows] == [Status.FINISHED] * 8

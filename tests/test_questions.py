@@ -114,7 +114,6 @@ def test_the_fingerprint_follows_every_field_and_the_order():
     ]  # fmt: skip
     prints = {fingerprint(qs) for qs in [questions, questions[::-1], questions[:2], *changed]}
     assert len(prints) == 8
-    assert QuestionSource(questions, 0).fingerprint == fingerprint(make("nq", 3))
 
 
 def test_the_fixed_five_thousand_have_the_composition_of_the_protocol():

@@ -108,9 +108,10 @@ def test_killed_and_stopped_runs_continue_without_losing_or_repeating_a_step(str
     wait_for_lines(tmp_path / "team", 2, stopped)
     stopped.send_signal(signal.SIGTERM)
     output, _ = stopped.communicate(timeout=600)
-    assert stopped.returncode == 0, output
-    finished = "Stopped after step" not in output  # the signal may arrive during the last step
-    assert finished or re.search(r"Stopped after step \d of 4", output)
+    finished = stopped.returncode == 0  # the signal may arrive during the last step
+    assert finished or (stopped.returncode == 143 and re.search(r"Stopped after step \d of 4", output)), (
+        output
+    )
 
     output, _ = start(*arguments, **cache).communicate(timeout=600)
     assert "Continuing" not in output if finished else "Continuing" in output

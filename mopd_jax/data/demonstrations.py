@@ -1,6 +1,5 @@
 """Conversations to imitate: what the supervised warm-up reads, from a user's file or a generator."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,19 +32,18 @@ class FileDemonstrations:
         """
         if not conversations:
             raise ValueError("Found no demonstrations, expected at least one conversation.")
-        self._conversations = conversations
+        self.conversations = conversations
         self._seed = seed
-        self.fingerprint = hashlib.sha256(repr(conversations).encode()).hexdigest()
 
     def batch(self, step: int, count: int) -> list[Conversation]:
         """Returns the `count` conversations of a step. An epoch's end may fall inside a batch."""
-        size = len(self._conversations)
+        size = len(self.conversations)
         positions = range(step * count, (step + 1) * count)
         orders = {
             epoch: np.random.default_rng([self._seed, epoch]).permutation(size)
             for epoch in {position // size for position in positions}
         }
-        return [self._conversations[orders[p // size][p % size]] for p in positions]
+        return [self.conversations[orders[p // size][p % size]] for p in positions]
 
 
 def read_conversations(path: epath.PathLike) -> list[Conversation]:

@@ -27,7 +27,7 @@ class Noise:
     """How imperfect the experts are: probabilities, each drawn where its decision is taken [D]."""
 
     skip: float = 0.0
-    """A Searcher reports a guess without any search."""
+    """A Searcher reports "unknown" without any search."""
     vague: float = 0.0
     """A query names the subject only."""
     impatient: float = 0.0
@@ -44,7 +44,7 @@ class Noise:
 
 STREAMS = {
     "facts": Noise(),
-    "noisy": Noise(skip=0.2, vague=0.35, impatient=0.6, short=0.4, malformed=0.06, hasty=0.3, mistaken=0.2),
+    "noisy": Noise(skip=0.25, vague=0.2, impatient=0.6, short=0.4, malformed=0.05, hasty=0.25, mistaken=0.05),
 }
 """The streams of the warm-up: clean look-ups, then what makes the base policy as weak as it should be."""
 
@@ -65,7 +65,6 @@ class Demonstrations:
             raise ValueError(f"Found demonstrations {stream!r}, expected one of {list(STREAMS)}.")
         self._noise = STREAMS[stream]
         self._teams = [dataclasses.replace(team, workflow=workflow) for workflow in Workflow]
-        self.fingerprint = f"miniature:{stream}:{self._noise}"
         self._seed = [seed, list(STREAMS).index(stream)]
 
     def batch(self, step: int, count: int) -> list[Conversation]:
@@ -135,7 +134,7 @@ def _searcher(message: Message, team: TeamConfig, noise: Noise, rng: np.random.G
     """
     subject, relations = parse_chain(message.content)
     if rng.random() < noise.skip:
-        yield f"<summary>{_guess(relations[-1], rng)}</summary>"
+        yield f"<summary>{UNKNOWN}</summary>"
         return
     if len(relations) > 1 and rng.random() < noise.short:
         relations = relations[:1]

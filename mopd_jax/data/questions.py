@@ -109,7 +109,6 @@ class QuestionSource:
             raise ValueError("Found no training questions: name at least one file in data.train.")
         self._questions = tuple(questions)
         self._seed = seed
-        self.fingerprint = fingerprint(self._questions)
 
     def batch(self, step: int, count: int) -> list[tuple[Question, int]]:
         """Returns the `count` draws of a step as (question, epoch).

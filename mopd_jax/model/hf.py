@@ -6,6 +6,7 @@ H head dim, V vocab.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -31,6 +32,7 @@ from mopd_jax.model.tokens import FILES
 
 Params = dict[str, Any]
 
+_MIB = 2**20
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -143,6 +145,20 @@ def read_config(folder: epath.PathLike, dtype: jnp.dtype = jnp.float32, remat: b
             raise _unsupported(path, field, "nothing", "a value")
     sizes = {ours: found[theirs] for ours, theirs in _SIZES.items()}
     return Qwen3Config(**sizes, rope_theta=_rope_theta(path, found), dtype=dtype, remat=remat)
+
+
+def fingerprint(folder: epath.PathLike) -> str:
+    """Returns a hash (hex) that tells other weights or sizes: of config.json, and of each weight file's size,
+    first and last MiB, since training changes every tensor and whole files are large."""
+    folder, digest = epath.Path(folder), hashlib.sha256()
+    digest.update((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("model*.safetensors")):
+        size = file.stat().length
+        with file.open("rb") as stream:
+            digest.update(f"{file.name} {size}".encode() + stream.read(_MIB))
+            stream.seek(max(0, size - _MIB))
+            digest.update(stream.read(_MIB))
+    return digest.hexdigest()[:16]
 
 
 def load_params(
@@ -392,5 +408,10 @@ def _staging(folder: epath.Path) -> Iterator[Path]:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     yield partial
-    shutil.rmtree(folder, ignore_errors=True)
+    # The earlier checkpoint goes only when the new one stands in its place.
+    earlier = Path(folder.parent) / f".{folder.name}.earlier"
+    shutil.rmtree(earlier, ignore_errors=True)
+    if folder.exists():
+        Path(folder).rename(earlier)
     partial.rename(folder)
+    shutil.rmtree(earlier, ignore_errors=True)

@@ -14,13 +14,13 @@ class Document:
 
     @property
     def title(self) -> str:
-        """The first line as it stands, quotes included (the Search-R1 format keeps them)."""
-        return self.contents.split("\n", 1)[0]
+        """The first line as it stands, quotes included (Search-R1 keeps them); "" if it is the only line."""
+        return self.contents.partition("\n")[0] if "\n" in self.contents else ""
 
     @property
     def text(self) -> str:
-        """Everything after the first line."""
-        return self.contents.partition("\n")[2]
+        """Everything after the first line, or the only line."""
+        return self.contents.partition("\n")[2] if "\n" in self.contents else self.contents
 
 
 class SearchError(RuntimeError):

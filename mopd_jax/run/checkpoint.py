@@ -171,28 +171,35 @@ def config_diff(saved: dict, now: dict) -> list[str]:
     return list(_differences(dict(_flatten(saved)), dict(_flatten(now))))
 
 
-def resume_meta(config: Config, data_fingerprint: str) -> dict:
-    """Returns what `check_resume` compares, to be saved with every step."""
-    return {"config": config_to_dict(config), "data": data_fingerprint}
-
-
-def check_resume(meta: dict, config: Config, data_fingerprint: str) -> None:
-    """Refuses to continue a run with another config or other data, unless `run.allow_changes`.
+def resume_meta(config: Config, inputs: dict[str, str]) -> dict:
+    """Returns what `check_resume` compares, to be saved with every step.
 
     Args:
-      meta: of the restored step; holds `resume_meta`.
-      config: the config of the restarted phase.
-      data_fingerprint: of the data it will read.
+      config: of the phase.
+      inputs: fingerprints by name of what it reads: questions, retriever, models.
+    """
+    return {"config": config_to_dict(config), "inputs": inputs}
+
+
+def check_resume(saved: dict, now: dict, config: Config) -> bool:
+    """Refuses to continue a run with another config or other inputs, unless `run.allow_changes`.
+
+    Args:
+      saved: `resume_meta` of the restored step.
+      now: `resume_meta` of the restarted phase.
+      config: says where the run is and whether changes are allowed.
+
+    Returns:
+      Whether anything differs that is allowed to.
 
     Raises:
       ResumeError: names every field that differs.
     """
-    changes = config_diff(meta["config"], config_to_dict(config))
+    changes = config_diff(saved["config"], now["config"])
     changes = [line for line in changes if line.partition(":")[0] not in UNTOLD]
-    if meta["data"] != data_fingerprint:
-        changes.append(f"data: {meta['data']} → {data_fingerprint}")
+    changes += config_diff(saved["inputs"], now["inputs"])
     if not changes:
-        return
+        return False
     listed = "".join(f"\n- {line}" for line in changes)
     if not config.run.allow_changes:
         raise ResumeError(
@@ -200,6 +207,7 @@ def check_resume(meta: dict, config: Config, data_fingerprint: str) -> None:
             "Take another run.dir for a new run, or continue this one with --config.run.allow_changes."
         )
     logging.warning("Continuing %s with changes (saved → now):%s", config.run.dir, listed)
+    return True
 
 
 def _plain(value: object) -> Any:

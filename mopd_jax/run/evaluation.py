@@ -9,6 +9,7 @@ from mopd_jax.config import Config
 from mopd_jax.data.answers import contains, exact_match, token_f1
 from mopd_jax.data.questions import fingerprint
 from mopd_jax.data.recall import gold_recall
+from mopd_jax.retrieval.search import Retriever
 from mopd_jax.rollout.driver import Driver, Task, WorkflowFactory
 from mopd_jax.run.report import Conditions, Record, Result
 from mopd_jax.team.episode import Episode, Question
@@ -53,6 +54,20 @@ def conditions(config: Config, questions: Sequence[Question], retriever: str) ->
     return Conditions(fingerprint(questions), retriever, limits | {"k": config.retrieval.k})
 
 
+class TooManyAborted(RuntimeError):
+    """The searches of too many workflows failed: there is nothing sound to learn from or to report."""
+
+
+def check_aborted(episodes: Sequence[Episode], limit: float, retriever: Retriever) -> None:
+    """Raises `TooManyAborted` if failed searches aborted more than the share `limit` of the workflows."""
+    share = sum(episode.aborted for episode in episodes) / len(episodes)
+    if share > limit:
+        raise TooManyAborted(
+            f"{share:.0%} of the workflows were aborted by failed searches, retrieval.max_aborted_share is "
+            f"{limit:.0%}: look at the retriever {retriever.identity}."
+        )
+
+
 def evaluate_team(
     system: str,
     config: Config,
@@ -70,8 +85,12 @@ def evaluate_team(
       workflow: samples one answer per request.
       questions: all of them are asked, whatever the number of slots.
       attempts: independent attempts per question.
+
+    Raises:
+      TooManyAborted: the retriever failed too often for a sound result.
     """
     episodes = driver.run(workflow, attempts_at(questions, attempts))
+    check_aborted(episodes, config.retrieval.max_aborted_share, driver.retriever)
     result = Result(
         system, conditions(config, questions, driver.retriever.identity), tuple(map(record, episodes))
     )

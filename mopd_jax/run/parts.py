@@ -1,8 +1,9 @@
 """From a config to the parts of a phase: data, retriever, models, engine, driver."""
 
 import dataclasses
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,18 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh
 
-from mopd_jax.config import Backend, Config, Precision, Remat, TeamConfig, Wording, Workflow
+from mopd_jax.config import (
+    MINIATURE,
+    RANDOM,
+    Backend,
+    Config,
+    Kind,
+    Precision,
+    Remat,
+    TeamConfig,
+    Wording,
+    Workflow,
+)
 from mopd_jax.data import miniature, questions
 from mopd_jax.data.demonstrations import FileDemonstrations, read_conversations
 from mopd_jax.data.miniature_experts import Demonstrations
@@ -32,8 +44,6 @@ from mopd_jax.team.roles import Prompts
 from mopd_jax.team.workflows import WORKFLOWS
 
 LANGUAGE_FILE = "team.json"
-MINIATURE = ("miniature",)
-"""Stands for the embedded world where a config names files."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,7 @@ def dtype(precision: Precision) -> jnp.dtype:
 
 def load_questions(paths: Sequence[str], split: str, config: Config) -> list[Question]:
     """Returns the questions of files, or those of the embedded world's `split`."""
-    if tuple(paths) == MINIATURE:
+    if tuple(paths) == (MINIATURE,):
         return miniature.World(config.data.world_seed).questions(split)
     return questions.load_sets(paths)
 
@@ -62,9 +72,36 @@ def load_questions(paths: Sequence[str], split: str, config: Config) -> list[Que
 def load_demonstrations(config: Config) -> FileDemonstrations | Demonstrations:
     """Returns the source of a supervised phase: `batch(step, count)` gives conversations."""
     paths = config.data.demonstrations
-    if len(paths) == 1 and paths[0].startswith("miniature:"):
-        return Demonstrations(paths[0].removeprefix("miniature:"), config.team, config.run.seed)
+    if len(paths) == 1 and paths[0].startswith(f"{MINIATURE}:"):
+        return Demonstrations(paths[0].removeprefix(f"{MINIATURE}:"), config.team, config.run.seed)
     return FileDemonstrations([c for path in paths for c in read_conversations(path)], config.run.seed)
+
+
+def trained_on(config: Config) -> dict[str, str]:
+    """Returns fingerprints of everything that a training phase reads, by name."""
+    supervised = config.train.kind is Kind.SUPERVISED
+    files = config.data.demonstrations if supervised else config.data.train
+    if config.eval.every:
+        files = (*files, *config.data.validation)
+    return _fingerprints(config, files, vars(config.model), searches=not supervised or config.eval.every > 0)
+
+
+def evaluated_on(config: Config) -> dict[str, str]:
+    """Returns fingerprints of everything that an evaluation reads, by name."""
+    return _fingerprints(config, config.data.test, {"init": config.model.init}, searches=True)
+
+
+def _fingerprints(
+    config: Config, files: Sequence[str], model: Mapping[str, Any], searches: bool
+) -> dict[str, str]:
+    corpus = [config.retrieval.corpus] if searches and config.retrieval.backend is Backend.BM25 else []
+    paths = [path for path in (*files, *corpus) if not path.startswith(MINIATURE)]
+    specs = {name: model.get(name, "") for name in ("init", "teacher", "reference")}
+    return {path: hashlib.sha256(epath.Path(path).read_bytes()).hexdigest()[:16] for path in paths} | {
+        f"weights of model.{name}": hf.fingerprint(_folder(spec, config))
+        for name, spec in specs.items()
+        if spec not in ("", RANDOM)
+    }
 
 
 def make_retriever(config: Config) -> Retriever:
@@ -90,20 +127,25 @@ def make_workflow(team: TeamConfig, candidates: int) -> WorkflowFactory:
 
 def _folder(spec: str, config: Config) -> epath.Path:
     """Returns the Hugging Face folder that a model's spelling stands for."""
-    if spec == "random":
+    if spec == RANDOM:
         folder = epath.Path(config.run.dir) / "tokenizer"
         if not (folder / "generation_config.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
             miniature.save_tokenizer(folder)
         return folder
     folder = epath.Path(spec)
-    exported = folder / "export"
-    if not ((folder / "config.json").exists() or (exported / "config.json").exists()):
+    if (folder / "config.json").exists():
+        return folder
+    if not (folder / "export" / "config.json").exists():
         raise FileNotFoundError(
-            f"{spec!r} is neither a Hugging Face folder (no config.json) nor a finished run "
+            f"{spec!r} is neither a Hugging Face folder (no config.json) nor a run with weights "
             "(no export/config.json)."
         )
-    return exported if exported.exists() else folder
+    if not (folder / "finished.json").exists():
+        raise FileNotFoundError(
+            f"The run {spec!r} is not finished. Wait for it, or name {spec}/export, its best weights so far."
+        )
+    return folder / "export"
 
 
 def open_model(spec: str, config: Config) -> Opened:
@@ -119,14 +161,14 @@ def open_model(spec: str, config: Config) -> Opened:
     folder = _folder(spec, config)
     tokens = Tokens.from_folder(folder)
     compute, remat = dtype(config.model.compute), config.model.remat is Remat.FULL
-    if spec == "random":
+    if spec == RANDOM:
         return Opened(spec, folder, tokens, Qwen3(_random_config(config, tokens, compute, remat)))
     return Opened(spec, folder, tokens, Qwen3(hf.read_config(folder, compute, remat)))
 
 
 def load_params(opened: Opened, mesh: Mesh, stored: Precision, seed: int) -> Any:
     """Returns the weights laid out on the mesh, in the type `stored`; random ones come from `seed`."""
-    if opened.spec == "random":
+    if opened.spec == RANDOM:
         return sharding.init_params(opened.model, jax.random.key(seed), mesh, dtype(stored))
     layout = sharding.param_shardings(opened.model, mesh)
     return hf.load_params(opened.folder, opened.model.config, layout, dtype(stored))
@@ -197,18 +239,26 @@ class Team:
     """Of the engine."""
 
 
-def make_team(config: Config, tokens: Tokens, model: Qwen3, candidates: int) -> Team:
+def make_team(config: Config, policy: Opened, candidates: int) -> Team:
     """Returns the team without weights: `engine.load` gives it some.
 
     Args:
       config: sizes of lanes and rows, retriever, seed.
-      tokens: of the policy.
-      model: the policy's network; the engine computes in `model.rollout` precision.
+      policy: its network, computed in `model.rollout` precision, and its tokens.
       candidates: answers per request in training (1 for evaluation alone).
     """
-    team, rollout = config.team, config.rollout
-    devices = jax.local_devices()[: config.mesh.rollout_tensor]
-    mesh = sharding.make_mesh((1, 1, config.mesh.rollout_tensor), devices)
+    team, rollout, tensor = config.team, config.rollout, config.mesh.rollout_tensor
+    tokens, model = policy.tokens, policy.model
+    if team.row_tokens > model.config.max_position_embeddings:
+        raise ValueError(
+            f"team.row_tokens = {team.row_tokens}, the model takes "
+            f"{model.config.max_position_embeddings} (max_position_embeddings): lower team.row_tokens."
+        )
+    if tensor > len(jax.local_devices()):
+        raise ValueError(
+            f"mesh.rollout_tensor = {tensor}, this process has {len(jax.local_devices())} devices: lower it."
+        )
+    mesh = sharding.make_mesh((1, 1, tensor), jax.local_devices()[:tensor])
     sampled = dataclasses.replace(model.config, dtype=dtype(config.model.rollout), remat=False)
     engine = Engine(Qwen3(sampled), tokens.eos_ids, team, candidates, rollout, mesh)
     driver = Driver(

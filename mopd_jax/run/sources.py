@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mopd_jax.config import Config, Kind
-from mopd_jax.data.demonstrations import Conversation
+from mopd_jax.data.demonstrations import Conversation, FileDemonstrations
 from mopd_jax.data.questions import QuestionSource
 from mopd_jax.learn.advantages import RowScores, flatten, token_advantages
 from mopd_jax.learn.loss import Streams
@@ -26,9 +26,10 @@ from mopd_jax.rollout.driver import Task
 from mopd_jax.rollout.render import Renderer
 from mopd_jax.run import parts
 from mopd_jax.run.episode_metrics import Metrics, behaviour, learning
+from mopd_jax.run.evaluation import check_aborted
 from mopd_jax.run.metrics import Stopwatch
 from mopd_jax.run.parts import Opened, Team
-from mopd_jax.team.episode import Episode, Message, Row, Status
+from mopd_jax.team.episode import Message, Row, Status
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,6 @@ class LearnerBatch:
 
 class BatchSource(Protocol):
     """Gives the batch of a step."""
-
-    fingerprint: str
-    """Of the data behind it: a run goes on only on the same."""
 
     def batch(self, step: int, params, watch: Stopwatch) -> LearnerBatch:
         """Returns the batch of `step`; `params` are the current weights, `watch` takes the times."""
@@ -88,18 +86,27 @@ class Imitation:
     def __init__(self, config: Config, demonstrations, renderer: Renderer, tokens: Tokens, shards: int):
         self._config, self._demonstrations = config, demonstrations
         self._renderer, self._tokens, self._shards = renderer, tokens, shards
-        self.fingerprint = demonstrations.fingerprint
+        if isinstance(demonstrations, FileDemonstrations):
+            self._check_lengths(demonstrations)
+
+    def _check_lengths(self, demonstrations: FileDemonstrations) -> None:
+        """Refuses a conversation that fits no row before the first step, not when a step draws it."""
+        limit = self._config.learn.row_buckets[-1]
+        for number, conversation in enumerate(demonstrations.conversations, 1):
+            length = len(render(conversation, self._renderer, self._tokens).ids)
+            if length > limit:
+                raise ValueError(
+                    f"Conversation {number} of data.demonstrations ({conversation.role.value}) has {length} "
+                    f"tokens, the longest of learn.row_buckets holds {limit}: shorten or drop it."
+                )
 
     def batch(self, step: int, params, watch: Stopwatch) -> LearnerBatch:
+        """See `BatchSource`; the weights do not matter."""
         with watch("data"):
             conversations = self._demonstrations.batch(step, self._config.train.questions)
             rows = [render(c, self._renderer, self._tokens) for c in conversations]
             packed = pack_rows(rows, self._config.learn, self._shards)
             return LearnerBatch(rows, packed, imitation_streams(rows, packed))
-
-
-class TooManyAborted(RuntimeError):
-    """The searches of too many workflows failed: there is nothing sound to learn from."""
 
 
 class Reinforcement:
@@ -117,15 +124,14 @@ class Reinforcement:
         self._engine, self._driver = team.engine, team.driver
         self._workflow = parts.make_workflow(config.team, config.team.candidates)
         self._scorer, self._shards = scorer, shards
-        self.fingerprint = questions.fingerprint
 
     def batch(self, step: int, params, watch: Stopwatch) -> LearnerBatch:
-        """Raises `TooManyAborted` if more than `retrieval.max_aborted_share` of the workflows failed."""
+        """See `BatchSource`. Raises `TooManyAborted` where too many searches failed."""
         learn = self._config.learn
         with watch("rollout"):
             self._engine.load(params)
             episodes = self._driver.run(self._workflow, self._tasks(step))
-        self._check_aborted(episodes)
+        check_aborted(episodes, self._config.retrieval.max_aborted_share, self._driver.retriever)
         rows = [row for _, row in flatten(episodes)]
         packed = pack_rows(rows, learn, self._shards)
         with watch("score"):
@@ -141,15 +147,6 @@ class Reinforcement:
         train = self._config.train
         draws = self._questions.batch(step, train.questions)
         return [Task(question, draw, w) for question, draw in draws for w in range(train.workflows)]
-
-    def _check_aborted(self, episodes: Sequence[Episode]) -> None:
-        share = np.mean([episode.aborted for episode in episodes])
-        if share > self._config.retrieval.max_aborted_share:
-            raise TooManyAborted(
-                f"{share:.0%} of the workflows of a step were aborted by failed searches, the limit "
-                f"retrieval.max_aborted_share is {self._config.retrieval.max_aborted_share:.0%}: look at the "
-                f"retriever {self._driver.retriever.identity}."
-            )
 
     def _score(self, params, packed: TokenRows, count: int) -> tuple[list[RowScores], list[np.ndarray]]:
         """Returns the fused pass' log-probabilities and entropies, per row of the batch."""
