@@ -143,7 +143,7 @@ class ModelConfig:
     teacher: str = ""
     """Frozen model that scores distilled roles (same spellings as `init`); "" where no role is distilled."""
     reference: str = ""
-    """Frozen model of the KL penalty, spelt alike; the teacher in stage 2 [P]; "" where `learn.kl` is 0."""
+    """Frozen model of the KL penalty, spelt alike, the teacher in stage 2; "" where `learn.kl` is 0."""
     architecture: ArchitectureConfig = field(default_factory=ArchitectureConfig)
     """Sizes for `init = "random"`."""
     compute: Precision = Precision.FLOAT32

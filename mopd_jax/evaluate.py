@@ -22,7 +22,7 @@ def main(config: Config | Chain) -> None:
     prepare(config)
     named = phases(config)
     chosen = {name: c for name, c in named.items() if len(named) == 1 or c.train.kind is Kind.EVALUATE}
-    write_report([evaluate(name, c) for name, c in chosen.items()], config.run.dir)
+    write_report([evaluate(name, c) for name, c in chosen.items()], config)
 
 
 def prepare(config: Config | Chain) -> None:
@@ -75,15 +75,18 @@ def evaluate(name: str, config: Config) -> "Result":
     return result
 
 
-def write_report(results: "Sequence[Result]", folder: str) -> None:
-    """Prints one table of all results with the intervals of their differences; keeps it as `report.md`."""
+def write_report(results: "Sequence[Result]", config: Config | Chain) -> None:
+    """Prints one table of all results with the intervals of their differences; `report.md` holds it and
+    the settings: where they depart from the paper, and which of them are ours."""
     from etils import epath
 
+    from mopd_jax.run.decisions import describe_decisions
     from mopd_jax.run.report import format_report
 
     text = format_report(results)
-    (epath.Path(folder) / "report.md").write_text(text + "\n")
-    print(text)
+    path = epath.Path(config.run.dir) / "report.md"
+    path.write_text(f"{text}\n\n{describe_decisions(config)}\n")
+    print(f"{text}\n\nThis table and the settings behind it: {path}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def main(config: Config | Chain) -> None:
         elif not train(name, phase):
             sys.exit(STOPPED)
     if results:
-        write_report(results, config.run.dir)
+        write_report(results, config)
 
 
 def train(name: str, config: Config) -> bool:
@@ -56,7 +56,7 @@ def train(name: str, config: Config) -> bool:
         print(f"{folder} is finished already.")
         return True
     (folder / "finished.json").unlink(missing_ok=True)
-    checkpoint.write_json(folder / "config.json", meta["config"])
+    checkpoint.write_json(folder / "settings.json", meta["config"])
 
     # ---------------------------------------------------------------- models, mesh, learner
     mesh = sharding.make_mesh(config.mesh.shape)

@@ -58,6 +58,7 @@ def test_behaviour(episodes):
         {
             "outcome": 2 / 4,
             "em": 1 / 4,
+            "em/answerer": 2 / 6,
             "searches": (2 + 4 + 0 + 1) / 4,
             "no_search": 1 / 4,
             "repeated_query": 1 / 4,

@@ -404,6 +404,7 @@ def test_two_steps_are_those_of_adamw_by_hand(learner, params, state, signals):
         gradients.append(host(learner.gradient(state.params, packed.batch.micros, streams)[0]))
         state, report = learner.update(state, packed.batch.micros, streams)
         norms.append(report.grad_norm)
+        assert report.lr == pytest.approx(OPTIM.lr)
     by_hand = [math.sqrt(sum((g**2).sum() for g in gradient.values())) for gradient in gradients]
     np.testing.assert_allclose(norms, by_hand, rtol=1e-5)
     expected = adamw(host(params), gradients, OPTIM.lr, OPTIM)

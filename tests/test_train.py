@@ -138,8 +138,9 @@ def test_the_chain_runs_whole_and_prints_one_table(tmp_path):
     overrides.append(f"--config.run.dir={tmp_path}")
     output, _ = (process := start("configs/mini.py", *overrides)).communicate(timeout=900)
     assert process.returncode == 0, output
-    report = (tmp_path / "report.md").read_text()
-    assert report.strip() in output
+    report, _, settings = (tmp_path / "report.md").read_text().partition("\n\n## Departures")
+    assert report in output
+    assert "stage2.learn.beta" in settings and "- learn.clip = 0.2" in settings
     assert all(f"| {name}" in report for name in ("base_c_mas", "base_h_mas", "stage1_c_mas", "stage2_h_mas"))
     head, *records = map(json.loads, (tmp_path / "stage2_h_mas" / "results.jsonl").read_text().splitlines())
     assert len(records) == 3 * 2
@@ -148,4 +149,4 @@ def test_the_chain_runs_whole_and_prints_one_table(tmp_path):
     assert "log_ratio/searcher" in teacher and "kl/leader" in teacher
 
     again, _ = start("configs/mini.py", *overrides).communicate(timeout=600)
-    assert report.strip() in again and "facts is finished already" in again
+    assert report in again and "facts is finished already" in again

@@ -44,10 +44,12 @@ class UpdateReport:
     """Before clipping."""
     clip_fraction: float
     """Share of the batch's weight on which the ratio clip binds."""
+    lr: float
+    """Learning rate of the step."""
 
 
 class NonFiniteLoss(ArithmeticError):
-    """Loss or gradient is NaN or infinite: the run stops, the state before this step is on disk."""
+    """Loss or gradient is NaN or infinite: the run stops, the last checkpoint is from before it."""
 
 
 def learning_rate(optim: OptimConfig, steps: int) -> optax.Schedule:
@@ -98,7 +100,7 @@ class Learner:
 
     def __init__(self, model: Qwen3, learn: LearnConfig, optim: OptimConfig, steps: int, mesh: Mesh):
         self._model, self._learn, self._mesh = model, learn, mesh
-        self._optimizer = make_optimizer(optim, steps)
+        self._optimizer, self._schedule = make_optimizer(optim, steps), learning_rate(optim, steps)
         self._rows = sharding.batch_sharding(mesh)
         self._param_shardings = sharding.param_shardings(model, mesh)
         total = self._param_shardings, sharding.replicated(mesh)
@@ -168,7 +170,13 @@ class Learner:
                 "episodes of this step; the last checkpoint is from before it."
             )
         weight = sum(float(stream.weight.sum()) for stream in streams) or 1.0
-        return state, UpdateReport(loss, float(sums.nll) / weight, norm, float(sums.clipped) / weight)
+        return state, UpdateReport(
+            loss=loss,
+            nll=float(sums.nll) / weight,
+            grad_norm=norm,
+            clip_fraction=float(sums.clipped) / weight,
+            lr=float(self._schedule(step)),
+        )
 
     def gradient_norm(self, params, micros: Sequence[Packed], streams: Sequence[Streams]) -> float:
         """Returns the global norm of the gradient of these streams, without a step."""

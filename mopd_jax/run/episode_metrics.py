@@ -35,7 +35,10 @@ def first_answer_em(episode: Episode) -> float:
 
 
 def behaviour(episodes: Sequence[Episode]) -> Metrics:
-    """Returns outcome, searches, row statuses and token counts; aborted workflows only count as such."""
+    """Returns outcome, searches, row statuses and token counts; aborted workflows only count as such.
+
+    `em/answerer` is the mean over all candidates, `em` that of the first ones.
+    """
     done = [e for e in episodes if not e.aborted]
     metrics = {
         "outcome": _mean([team_outcome(e) for e in done]),
@@ -49,6 +52,8 @@ def behaviour(episodes: Sequence[Episode]) -> Metrics:
         "aborted": _mean([e.aborted for e in episodes]),
     }
     rows = [row for e in done for row in e.rows]
+    if answers := [(e, row) for e in done for row in e.rows if row.role is Role.ANSWERER]:
+        metrics["em/answerer"] = _mean([exact_match(row.body, e.question.answers) for e, row in answers])
     for role in _roles(rows):
         statuses = [row.status for row in rows if row.role is role]
         for name, status in (

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from etils import epath
 
 from mopd_jax.config import Config
-from mopd_jax.data.answers import contains, exact_match, token_f1
+from mopd_jax.data.answers import contains, token_f1
 from mopd_jax.data.questions import fingerprint
 from mopd_jax.data.recall import gold_recall
 from mopd_jax.retrieval.search import Retriever
 from mopd_jax.rollout.driver import Driver, Task, WorkflowFactory
+from mopd_jax.run.episode_metrics import first_answer_em
 from mopd_jax.run.report import Conditions, Record, Result
 from mopd_jax.team.episode import Episode, Question
 
@@ -34,7 +35,7 @@ def record(episode: Episode) -> Record:
         id=episode.question.id,
         attempt=episode.draw,
         answer=answer,
-        em=exact_match(answer, golds) if episode.answers else 0.0,
+        em=first_answer_em(episode),
         f1=token_f1(answer, golds),
         containment=contains(answer, golds),
         recall=gold_recall(golds, [d for found in episode.documents for d in found]),
