@@ -69,7 +69,7 @@ def imitation(demonstrations: str, init: str, steps: int) -> Config:
 
 def facts() -> Config:
     """How to look things up, from random weights."""
-    config = imitation("facts", "random", 500)
+    config = imitation("facts", "random", 750)
     config.optim = replace(config.optim, lr=2e-3, schedule=Schedule.COSINE)
     return config
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mopd_jax.config import TeamConfig
-from mopd_jax.data.demonstrations import read_conversations
+from mopd_jax.data.demonstrations import act_out, read_conversations
 from mopd_jax.retrieval.bm25 import BM25Search
 from mopd_jax.retrieval.search import Document
 from mopd_jax.team.episode import Message, Question, Role
@@ -65,7 +65,7 @@ def test_the_cascade_would_demonstrate_the_same(retriever):
     _, searcher, answerer = tool.demonstrate(question, retriever)
     script = iter([*spoken(searcher), *spoken(answerer)])
     steps = cascade(question.text, TeamConfig(), Prompts(), candidates=1)
-    conversations, outcome = tool.play(steps, script, retriever)
+    conversations, outcome = act_out(steps, lambda _: next(script), retriever, tool.K)
     assert conversations == [searcher, answerer]
     assert outcome.answers == ("Oslo",)
 

@@ -136,7 +136,7 @@ def test_a_run_notes_its_language_and_knows_it_again(run, config):
 
 def test_a_teacher_with_another_searcher_prompt_is_refused(run, config):
     config.team.wording = Wording.FULL
-    with pytest.raises(ValueError, match="another wording of 'searcher': 'You search.', here it is 'You"):
+    with pytest.raises(ValueError, match=r"another wording of 'searcher': 'You search\.', here it is 'You"):
         parts.check_language(run / "export", config.team)
 
 
@@ -172,7 +172,9 @@ def test_teacher_and_reference_may_differ_and_are_held_in_their_precision(run, c
     config.model.frozen = Precision.BFLOAT16
     frozen = parts.load_frozen(config, student, one_device())
     assert set(frozen) == {str(run), str(run / "export")}
-    assert {x.dtype for model in frozen.values() for x in jax.tree.leaves(model.params)} == {jnp.bfloat16}
+    assert {x.dtype for model in frozen.values() for x in jax.tree.leaves(model.params)} == {
+        jnp.dtype("bfloat16")
+    }
 
 
 def test_without_teacher_and_reference_nothing_is_loaded(config, student):
@@ -186,7 +188,7 @@ def test_a_frozen_model_with_another_vocabulary_is_refused(run, config, student,
     for name in ("config.json", "model.safetensors"):
         shutil.copy(run / "export" / name, other)
     setattr(config.model, role, str(other))
-    with pytest.raises(ValueError, match="Student and teacher differ in tokenizer: student '.*vocab_size"):
+    with pytest.raises(ValueError, match=r"Student and teacher differ in tokenizer: student '.*vocab_size"):
         parts.load_frozen(config, student, one_device())
 
 

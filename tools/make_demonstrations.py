@@ -24,14 +24,14 @@ from etils import epath
 
 from mopd_jax.config import TeamConfig
 from mopd_jax.data.answers import normalise
-from mopd_jax.data.demonstrations import Conversation
+from mopd_jax.data.demonstrations import Conversation, act_out
 from mopd_jax.data.questions import load_questions
 from mopd_jax.data.recall import findable, holds
 from mopd_jax.retrieval.bm25 import BM25Search
 from mopd_jax.retrieval.search import Document, Retriever
 from mopd_jax.team import roles
-from mopd_jax.team.episode import Message, Outcome, Question, SearchRequest, Status, Stop, Turn
-from mopd_jax.team.workflows import Steps, hierarchy
+from mopd_jax.team.episode import Message, Question, Status
+from mopd_jax.team.workflows import hierarchy
 
 K = 3
 """Documents per search [P]."""
@@ -117,7 +117,8 @@ def demonstrate(question: Question, retriever: Retriever) -> list[Conversation] 
         _action(roles.ANSWER, finding.gold),
     ]
     steps = hierarchy(question.text, TeamConfig(), roles.Prompts(), candidates=1)
-    conversations, outcome = play(steps, iter(script), retriever)
+    turns = iter(script)
+    conversations, outcome = act_out(steps, lambda _: next(turns), retriever, K)
     finished = all(session.status is Status.FINISHED for session in outcome.sessions)
     return conversations if finished and outcome.answers == (finding.gold,) else NOT_PARSED
 
@@ -149,24 +150,6 @@ def find_evidence(golds: Sequence[str], documents: Sequence[Document]) -> tuple[
             if holds(text, words) and (summary := _report(document, words)):
                 return gold, summary
     return None
-
-
-def play(steps: Steps, script: Iterator[str], retriever: Retriever) -> tuple[list[Conversation], Outcome]:
-    """Runs a workflow in which every turn is the script's next line. Returns its conversations, in order
-    of opening, and its outcome."""
-    logs, reply = {}, None
-    while True:
-        try:
-            request = steps.send(reply)
-        except StopIteration as end:
-            return [Conversation(role, tuple(log)) for role, log in logs.values()], end.value
-        if isinstance(request, SearchRequest):
-            (reply,) = retriever.search([request.query], K)
-        else:
-            turn = next(script)
-            _, log = logs.setdefault(request.session, (request.role, []))
-            log += [*request.messages, turn]
-            reply = (Turn(turn, Stop.END),)
 
 
 def as_json(conversation: Conversation) -> dict:

@@ -1,15 +1,16 @@
 """Conversations to imitate: what the supervised warm-up reads, from a user's file or a generator."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from etils import epath
 
-from mopd_jax.retrieval.search import Document
-from mopd_jax.team.episode import Message, Role
+from mopd_jax.retrieval.search import Document, Retriever
+from mopd_jax.team.episode import Message, Outcome, Role, SampleRequest, SearchRequest, Stop, Turn
+from mopd_jax.team.workflows import Steps
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,29 @@ class FileDemonstrations:
             for epoch in {position // size for position in positions}
         }
         return [self.conversations[orders[p // size][p % size]] for p in positions]
+
+
+def act_out(
+    steps: Steps, speak: Callable[[SampleRequest], str], retriever: Retriever, k: int
+) -> tuple[list[Conversation], Outcome]:
+    """Runs a workflow in which every turn is what `speak` says, and every search finds `k` documents.
+
+    Returns its conversations, in order of opening, and its outcome.
+    """
+    logs: dict[int, tuple[Role, list[Message | str]]] = {}
+    reply = None
+    while True:
+        try:
+            request = steps.send(reply)
+        except StopIteration as end:
+            return [Conversation(role, tuple(log)) for role, log in logs.values()], end.value
+        if isinstance(request, SearchRequest):
+            (reply,) = retriever.search([request.query], k)
+        else:
+            _, log = logs.setdefault(request.session, (request.role, []))
+            turn = speak(request)
+            log += [*request.messages, turn]
+            reply = (Turn(turn, Stop.END),) * request.candidates
 
 
 def read_conversations(path: epath.PathLike) -> list[Conversation]:

@@ -14,11 +14,11 @@ import numpy as np
 
 from mopd_jax.config import TeamConfig, Workflow
 from mopd_jax.data import miniature
-from mopd_jax.data.demonstrations import Conversation
+from mopd_jax.data.demonstrations import Conversation, act_out
 from mopd_jax.data.miniature import UNKNOWN, World, parse_chain
 from mopd_jax.retrieval.miniature import MiniatureSearch
 from mopd_jax.retrieval.search import Document, Retriever
-from mopd_jax.team.episode import Message, Outcome, Role, SampleRequest, Stop, Turn
+from mopd_jax.team.episode import Message, Outcome, Role, SampleRequest
 from mopd_jax.team.workflows import WORKFLOWS, Steps
 
 
@@ -47,6 +47,9 @@ STREAMS = {
     "noisy": Noise(skip=0.25, vague=0.2, impatient=0.6, short=0.4, malformed=0.05, hasty=0.25, mistaken=0.05),
 }
 """The streams of the warm-up: clean look-ups, then what makes the base policy as weak as it should be."""
+
+K = 3
+"""Documents per search [P]."""
 
 Expert = Generator[str, Message, None]
 """One role in one conversation: yields its turns, is resumed with what the environment says."""
@@ -89,25 +92,15 @@ def play(
     """Runs one workflow with experts in all roles. Returns their conversations, in order of opening,
     and the workflow's outcome."""
     experts: dict[int, Expert] = {}
-    logs: dict[int, tuple[Role, list[Message | str]]] = {}
-    reply = None
-    while True:
-        try:
-            request = steps.send(reply)
-        except StopIteration as end:
-            return [Conversation(role, tuple(log)) for role, log in logs.values()], end.value
-        if not isinstance(request, SampleRequest):
-            (reply,) = retriever.search([request.query], 3)
-            continue
+
+    def speak(request: SampleRequest) -> str:
         *_, message = request.messages
-        role, log = logs.setdefault(request.session, (request.role, []))
         if request.session in experts:
-            text = experts[request.session].send(message)
-        else:
-            experts[request.session] = EXPERTS[role](message, team, noise, rng)
-            text = next(experts[request.session])
-        log += [*request.messages, text]
-        reply = (Turn(text, Stop.END),) * request.candidates
+            return experts[request.session].send(message)
+        experts[request.session] = EXPERTS[request.role](message, team, noise, rng)
+        return next(experts[request.session])
+
+    return act_out(steps, speak, retriever, K)
 
 
 def _leader(message: Message, team: TeamConfig, noise: Noise, rng: np.random.Generator) -> Expert:

@@ -19,7 +19,7 @@ SEPARATOR = "|||"
 _SPLIT = re.compile(r"(train|dev|test)_")
 
 
-def load_questions(path: str, limit: int = 0) -> list[Question]:
+def load_questions(path: str) -> list[Question]:
     """Returns the questions of a FlashRAG JSONL file: `{"id", "question", "golden_answers", "metadata"?}`.
 
     `dataset` is `metadata.dataset`, or the file's stem; `split` is the id's prefix `train_`, `dev_` or
@@ -28,14 +28,13 @@ def load_questions(path: str, limit: int = 0) -> list[Question]:
 
     Args:
       path: the file; may be a gs:// path.
-      limit: read only so many questions; 0: all.
 
     Raises:
       ValueError: a line is no JSON object, a question or its answers are missing or empty, or an id
         comes twice in its dataset and split; the message names file, line and reason.
     """
     questions, first_seen = [], {}
-    for place, record in itertools.islice(read_jsonl(path), limit or None):
+    for place, record in read_jsonl(path):
         question = _question(record, pathlib.PurePath(path).stem, place)
         if _key(question) in first_seen:
             raise ValueError(f"{place}: {_key(question)} was already used in {first_seen[_key(question)]}.")
@@ -48,8 +47,8 @@ def load_questions(path: str, limit: int = 0) -> list[Question]:
     return questions
 
 
-def load_sets(paths: Sequence[str], limit: int = 0) -> list[Question]:
-    """Returns the questions of several files one after the other, at most `limit` of each (0: all).
+def load_sets(paths: Sequence[str]) -> list[Question]:
+    """Returns the questions of several files one after the other.
 
     Raises:
       ValueError: as `load_questions`, or two files hold the same (dataset, split, id): its rollouts
@@ -57,7 +56,7 @@ def load_sets(paths: Sequence[str], limit: int = 0) -> list[Question]:
     """
     questions, first_seen = [], {}
     for path in paths:
-        for question in load_questions(path, limit):
+        for question in load_questions(path):
             if _key(question) in first_seen:
                 raise ValueError(
                     f"{path}: {_key(question)} is also in {first_seen[_key(question)]}. "

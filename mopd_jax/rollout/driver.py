@@ -80,6 +80,7 @@ class _Transcript:
             mask=np.asarray(self.mask, bool),
             logps=np.asarray(self.logps, np.float32),
             turns=self.turns,
+            reason=session.reason,
         )
 
 

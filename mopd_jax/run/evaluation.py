@@ -115,6 +115,15 @@ def _shown(episode: Episode) -> dict:
             {"query": query, "documents": [document.title for document in found]}
             for query, found in zip(episode.queries, episode.documents, strict=True)
         ],
-        "rows": [{"role": r.role.value, "status": r.status.value, "body": r.body} for r in episode.rows],
+        "rows": [
+            {
+                "role": r.role.value,
+                "turns": r.turns,
+                "status": r.status.value,
+                "reason": r.reason,
+                "body": r.body,
+            }
+            for r in episode.rows
+        ],
         "aborted": episode.aborted,
     }

@@ -213,7 +213,7 @@ def check_language(folder: epath.Path, team: TeamConfig) -> None:
       ValueError: names the wording, both texts.
     """
     for name, theirs in (read_json(folder / LANGUAGE_FILE) or {}).items():
-        ours = language(team)[name]
+        ours = language(team).get(name)
         if ours != theirs:
             raise ValueError(
                 f"{folder} was trained with another wording of {name!r}: {theirs!r}, here it is {ours!r}. "

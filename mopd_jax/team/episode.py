@@ -140,6 +140,8 @@ class Row:
     """float32 [T]: the sampler's log-probabilities on sampled ids, 0 elsewhere."""
     turns: int = 0
     """Sampled turns."""
+    reason: str = ""
+    """Why the row is malformed; "" otherwise."""
 
     def __post_init__(self):
         if not len(self.ids) == len(self.mask) == len(self.logps):
