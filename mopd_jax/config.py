@@ -198,30 +198,30 @@ class RetrievalConfig:
 
 @dataclass
 class TeamConfig:
-    """Grammar limits of `team/`; all numbers are [D] except the five candidates [P]."""
+    """Workflow, wording and limits of the team."""
 
     workflow: Workflow = Workflow.HIERARCHY
     """Cascade (Searcher → Answerer) or hierarchy (Leader ⇄ Searcher → Answerer)."""
     wording: Wording = Wording.FULL
     """Prompts in full sentences, or in the few words of the embedded world."""
     candidates: int = 5
-    """Answers sampled per answer request in training [P]; evaluation samples one [D]."""
+    """Answers sampled per answer request in training [P]; an evaluation samples one."""
     leader_turns: int = 5
-    """Turns of the Leader; the last one is only for the answer request, so one task fewer."""
+    """Turns of the Leader; the last one is only for the answer request, so one task fewer [D]."""
     session_searches: int = 4
-    """Searches of one Searcher session; then only a summary is accepted."""
+    """Searches of one Searcher session; then only a summary is accepted [D]."""
     workflow_searches: int = 12
-    """Searches of one workflow; a Searcher at this cap is asked for its summary."""
+    """Searches of one workflow; a Searcher at this cap is asked for its summary [D]."""
     leader_tokens: int = 256
-    """New tokens per Leader turn."""
+    """New tokens per Leader turn [D]."""
     searcher_tokens: int = 256
-    """New tokens per Searcher turn."""
+    """New tokens per Searcher turn [D]."""
     answerer_tokens: int = 64
-    """New tokens per answer."""
+    """New tokens per answer [D]."""
     document_tokens: int = 768
-    """Tokens of all documents of one search; longer ones are shortened inside each document."""
+    """Tokens of all documents of one search; longer ones are shortened inside each document [D]."""
     row_tokens: int = 8192
-    """Tokens of one conversation; a turn that would not fit ends it (truncated: context)."""
+    """Tokens of one conversation; a turn that would not fit ends it (truncated: context) [D]."""
 
 
 @dataclass
@@ -315,7 +315,7 @@ class TrainConfig:
     questions: int = 64
     """Draws of a question per step (demonstrations per step in a supervised phase)."""
     workflows: int = 5
-    """G: workflows per question [P: GRPO-style; 5 is ours]."""
+    """G: workflows per question, as in GRPO; the number is ours [D]."""
 
 
 @dataclass

@@ -210,8 +210,8 @@ def test_episodes_are_written_one_per_line(tmp_path):
         "answers": ["unknown"],
         "searches": [{"query": "novel of Ada", "documents": [document.title for document in FOUND]}],
         "rows": [
-            {"role": "searcher", "status": "finished", "body": "Ada"},
-            {"role": "answerer", "status": "finished", "body": "unknown"},
+            {"role": "searcher", "turns": 2, "status": "finished", "reason": "", "body": "Ada"},
+            {"role": "answerer", "turns": 1, "status": "finished", "reason": "", "body": "unknown"},
         ],
         "aborted": False,
     }
