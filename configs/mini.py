@@ -2,6 +2,10 @@
 
 Command:   python -m mopd_jax.train --config=configs/mini.py --config.run.dir=runs/mini
 Phases:    facts, warmup (the base policy) → stage1 → stage2 → four evaluations, one table
+Hardware:  one CPU core is enough, two are faster
+Time:      about 23 minutes of one core (facts 9, warmup 1, stage1 6, stage2 4, evaluations 3)
+Expected:  held-out EM avg@4, measured with seed 0: base C-MAS 14, base H-MAS 20, stage 1 42, stage 2 33;
+           another seed has not been measured with these settings
 """
 
 from dataclasses import dataclass, field, replace
@@ -69,7 +73,7 @@ def imitation(demonstrations: str, init: str, steps: int) -> Config:
 
 def facts() -> Config:
     """How to look things up, from random weights."""
-    config = imitation("facts", "random", 750)
+    config = imitation("facts", "random", 900)
     config.optim = replace(config.optim, lr=2e-3, schedule=Schedule.COSINE)
     return config
 
@@ -77,10 +81,8 @@ def facts() -> Config:
 def stage1() -> Config:
     """C-MAS + RL: Searcher and Answerer by GRPO, KL to the base policy."""
     config = base()
-    config.train = TrainConfig(steps=50, questions=20, workflows=5)
+    config.train = TrainConfig(steps=60, questions=20, workflows=5)
     config.model = ModelConfig(init="warmup", reference="warmup")
-    config.eval = EvalConfig(every=25, validation_questions=200)
-    config.optim.lr = 3e-4
     config.team = replace(config.team, workflow=Workflow.CASCADE)
     config.learn = replace(config.learn, leader=Objective.NONE, searcher=Objective.GRPO)
     return config
@@ -93,9 +95,8 @@ def stage2() -> Config:
     Searcher did not reach the teacher.
     """
     config = base()
-    config.train = TrainConfig(steps=40, questions=16, workflows=5)
+    config.train = TrainConfig(steps=40, questions=13, workflows=5)
     config.model = ModelConfig(init="warmup", teacher="stage1", reference="stage1")
-    config.eval = EvalConfig(every=20, validation_questions=200)
     config.learn.beta = 1.0
     return config
 
