@@ -139,7 +139,7 @@ def test_the_chain_runs_whole_and_prints_one_table(tmp_path):
     assert len(records) == 3 * 2
     assert head["system"] == "stage2_h_mas"
     teacher = read_metrics(tmp_path / "stage2")[0]
-    assert "log_ratio/searcher" in teacher and "kl/leader" in teacher
+    assert "log_ratio/leader" in teacher and "kl/leader" in teacher, "stage 1 was not scored"
 
     again, _ = start("configs/mini.py", *overrides).communicate(timeout=600)
     assert report in again and "facts is finished already" in again
