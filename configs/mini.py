@@ -5,7 +5,7 @@ Phases:    facts, warmup (the base policy) → stage1 → stage2 → four evalua
 Hardware:  one CPU core is enough, two are faster
 Time:      about 23 minutes of one core (facts 9, warmup 1, stage1 6, stage2 4, evaluations 3)
 Expected:  held-out EM avg@4, measured with seed 0: base C-MAS 14, base H-MAS 20, stage 1 42, stage 2 33;
-           another seed has not been measured with these settings
+           another seed has not been measured with these settings, nor the chain in one piece
 """
 
 from dataclasses import dataclass, field, replace
@@ -91,8 +91,8 @@ def stage1() -> Config:
 def stage2() -> Config:
     """MultiAgent-OPD: Leader and Answerer by GRPO, the Searcher distilled from stage 1, from the base.
 
-    β departs from the paper's 0.01: 40 large steps leave no time for a weak signal, and with 0.01 the
-    Searcher did not reach the teacher.
+    β departs from the paper's 0.01: 40 steps leave little time for a weak signal. The two values have not
+    been compared with everything else equal.
     """
     config = base()
     config.train = TrainConfig(steps=40, questions=13, workflows=5)

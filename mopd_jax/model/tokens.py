@@ -247,7 +247,7 @@ def _without_added_tokens(backend: Tokenizer) -> Tokenizer:
 
 
 def _render_template(tokenizer: PreTrainedTokenizerFast) -> tuple[tuple[str, str, str], str]:
-    """Returns (opening, assistant placeholder, reply) of a conversation with a system message, and the
+    """Returns (opening, assistant sentinel, reply) of a conversation with a system message, and the
     opening of one without; checks that longer conversations only append to shorter ones."""
 
     def render(*messages: tuple[str, str]) -> str:
