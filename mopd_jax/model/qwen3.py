@@ -157,7 +157,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
-        # Fan-in scaling: 0.02, as in transformers, at Qwen3-4B's width; a small model learns more slowly with it.
+        # Fan-in scaling: 0.02, as in transformers, at Qwen3-4B's width; small models learn slower with it.
         init = nn.initializers.normal(self._fan_in() ** -0.5)
         kernel = self.param("kernel", _partitioned(init, *self.axes), self.shape)
         out = jnp.einsum(self.subscripts, x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
