@@ -136,8 +136,9 @@ class ArchitectureConfig:
     """Query heads."""
     num_kv_heads: int = 2
     """Key/value heads; divides `num_heads`."""
-    head_dim: int = 24
-    """Width of one head, even."""
+    head_dim: int = 48
+    """Width of one head, even. A layer copies through `num_kv_heads` × `head_dim` values: with fewer than
+    `hidden_size` the small model learns to read names much more slowly."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     tie_word_embeddings: bool = True
