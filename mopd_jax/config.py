@@ -141,8 +141,9 @@ class ArchitectureConfig:
     head_dim: int = 48
     """Width of one head, even. A layer copies through `num_kv_heads` × `head_dim` values: with fewer than
     `hidden_size` the small model learns to read names much more slowly."""
-    rope_theta: float = 10000.0
-    """Base of the rotary frequencies."""
+    rope_theta: float = 100.0
+    """Base of the rotary frequencies: small, since rows are short and looking at the token before is the first
+    thing to learn."""
     tie_word_embeddings: bool = True
     """Use the embedding as the output head."""
 
