@@ -142,8 +142,8 @@ class ArchitectureConfig:
     """Width of one head, even. A layer copies through `num_kv_heads` × `head_dim` values: with fewer than
     `hidden_size` the small model learns to read names much more slowly."""
     rope_theta: float = 100.0
-    """Base of the rotary frequencies: small, since rows are short and looking at the token before is the first
-    thing to learn."""
+    """Base of the rotary frequencies: small, since rows are short and the first thing to learn is to look at
+    the token before."""
     tie_word_embeddings: bool = True
     """Use the embedding as the output head."""
 
