@@ -1,0 +1,42 @@
+"""Loading a checkpoint takes little host memory beside the arrays themselves."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mopd_jax.model import hf_save
+from mopd_jax.model.qwen3 import Qwen3, Qwen3Config
+from mopd_jax.model.sharding import init_params, make_mesh
+
+SIZES = {"vocab_size": 32_768, "hidden_size": 512, "intermediate_size": 6144, "num_layers": 8}
+CONFIG = Qwen3Config(
+    **SIZES,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=64,
+    rope_theta=1e6,
+    tie_word_embeddings=True,
+    max_position_embeddings=128,
+)
+"""100 million parameters, a quarter of them in each of the three stacked leaves of the MLP."""
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+def test_host_memory_beside_the_arrays(tmp_path, stored):
+    """At most 1.2 × the largest stacked leaf, for files and arrays of both types, on one device and eight."""
+    mesh = make_mesh((1, 1, 1), jax.devices()[:1])
+    params = init_params(Qwen3(CONFIG), jax.random.key(0), mesh, jnp.dtype(stored))
+    hf_save.save(tmp_path / "saved", CONFIG, params, shard_bytes=100_000_000)
+    del params
+    command = [sys.executable, "-m", "tests.load_memory", str(tmp_path / "saved")]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    cases = [json.loads(line) for line in lines]
+    assert len(cases) == 6
+    for case in cases:
+        assert case["largest"] == 8 * 512 * 6144 * jnp.dtype(case["dtype"]).itemsize
+        assert case["beside"] <= 1.2 * case["largest"], case
+        print(f"{stored} → {case['dtype']} on {case['mesh']}: {case['beside'] / case['largest']:.2f}")
