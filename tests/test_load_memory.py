@@ -12,7 +12,7 @@ from mopd_jax.model import hf_save
 from mopd_jax.model.qwen3 import Qwen3, Qwen3Config
 from mopd_jax.model.sharding import init_params, make_mesh
 
-SIZES = {"vocab_size": 32_768, "hidden_size": 512, "intermediate_size": 6144, "num_layers": 8}
+SIZES = {"vocab_size": 32_768, "hidden_size": 512, "intermediate_size": 4096, "num_layers": 6}
 CONFIG = Qwen3Config(
     **SIZES,
     num_heads=8,
@@ -22,7 +22,9 @@ CONFIG = Qwen3Config(
     tie_word_embeddings=True,
     max_position_embeddings=128,
 )
-"""100 million parameters, a quarter of them in each of the three stacked leaves of the MLP."""
+"""60 million parameters. As in Qwen3-0.6B the embedding is larger than any stacked leaf."""
+LARGEST = 6 * 512 * 4096
+"""Parameters of the largest stacked leaf."""
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
@@ -35,8 +37,6 @@ def test_host_memory_beside_the_arrays(tmp_path, stored):
     command = [sys.executable, "-m", "tests.load_memory", str(tmp_path / "saved")]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     cases = [json.loads(line) for line in lines]
-    assert len(cases) == 6
+    assert len(cases) == 4
     for case in cases:
-        assert case["largest"] == 8 * 512 * 6144 * jnp.dtype(case["dtype"]).itemsize
-        assert case["beside"] <= 1.2 * case["largest"], case
-        print(f"{stored} → {case['dtype']} on {case['mesh']}: {case['beside'] / case['largest']:.2f}")
+        assert case["beside"] <= 1.2 * LARGEST * jnp.dtype(case["dtype"]).itemsize, case

@@ -81,8 +81,12 @@ def fingerprint(folder: epath.PathLike) -> str:
     first and last MiB, since training changes every tensor and whole files are large."""
     folder, digest = epath.Path(folder), hashlib.sha256()
     digest.update((folder / "config.json").read_bytes())
-    files = [*folder.glob("model*.safetensors"), *(folder / folders.ORBAX).rglob("*")]
-    for file in sorted(file for file in files if file.is_file()):
+    patterns = (
+        "model*.safetensors",
+        f"{folders.ORBAX}/*/state/manifest.ocdbt",
+        f"{folders.ORBAX}/*/state/d/*",
+    )
+    for file in sorted(file for pattern in patterns for file in folder.glob(pattern)):
         size = file.stat().length
         with file.open("rb") as stream:
             digest.update(f"{file.relative_to(folder)} {size}".encode() + stream.read(_MIB))

@@ -12,8 +12,8 @@ import numpy as np
 
 from mopd_jax.model.qwen3 import Qwen3Config
 
-_BLOCK = 16 * 2**20
-"""Bytes of a parameter that are read at a time."""
+_BLOCK = 2 * 2**20
+"""Bytes that are copied at a time: few enough for the processor's cache, where transposing is fast."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,12 @@ class Leaf:
 
     def write(self, param: np.ndarray) -> np.ndarray:
         """Returns one layer's parameter as the stored tensor."""
-        return np.ascontiguousarray(param.transpose(np.argsort(self.order)).reshape(self.stored_shape))
+        flat = param.transpose(np.argsort(self.order)).reshape(self.stored_shape)
+        out = np.empty(self.stored_shape, param.dtype)
+        step = max(1, _BLOCK * len(out) // out.nbytes)
+        for start in range(0, len(out), step):
+            out[start : start + step] = flat[start : start + step]
+        return out
 
 
 def layout(config: Qwen3Config) -> dict[str, Leaf]:

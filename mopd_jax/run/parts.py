@@ -30,7 +30,7 @@ from mopd_jax.data.miniature_experts import Demonstrations
 from mopd_jax.learn.score import Frozen
 from mopd_jax.model import hf, hf_save, sharding
 from mopd_jax.model.qwen3 import Qwen3, Qwen3Config
-from mopd_jax.model.tokens import Tokens, check_compatible
+from mopd_jax.model.tokens import Tokens, check_compatible, files_fingerprint
 from mopd_jax.retrieval.bm25 import BM25Search
 from mopd_jax.retrieval.http import HTTPSearch
 from mopd_jax.retrieval.miniature import MiniatureSearch
@@ -98,11 +98,12 @@ def _fingerprints(
     corpus = [config.retrieval.corpus] if searches and config.retrieval.backend is Backend.BM25 else []
     paths = [path for path in (*files, *corpus) if not path.startswith(MINIATURE)]
     specs = {name: model.get(name, "") for name in ("init", "teacher", "reference")}
-    return {path: hashlib.sha256(epath.Path(path).read_bytes()).hexdigest()[:16] for path in paths} | {
-        f"weights of model.{name}": hf.fingerprint(_folder(spec, config))
-        for name, spec in specs.items()
-        if spec not in ("", RANDOM)
-    }
+    folders = {name: _folder(spec, config) for name, spec in specs.items() if spec not in ("", RANDOM)}
+    return (
+        {path: hashlib.sha256(epath.Path(path).read_bytes()).hexdigest()[:16] for path in paths}
+        | {f"weights of model.{name}": hf.fingerprint(folder) for name, folder in folders.items()}
+        | {f"tokenizer of model.{name}": files_fingerprint(folder) for name, folder in folders.items()}
+    )
 
 
 def make_retriever(config: Config) -> Retriever:
