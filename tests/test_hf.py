@@ -112,6 +112,7 @@ def checkpoint(tmp_path) -> pathlib.Path:
 
 @pytest.mark.parametrize("name", GOLDEN_CONFIGS)
 def test_logits_equal_stored_ones(name):
+    """Kind 21, where torch is not installed."""
     config = hf.read_config(GOLDEN / name)
     assert config == GOLDEN_CONFIGS[name]
     params = hf.load_params(GOLDEN / name, config)
@@ -125,6 +126,7 @@ def test_logits_equal_stored_ones(name):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("theta", [1e6, 5e6])
 def test_logits_equal_transformers(tmp_path, theta, tied):
+    """Kind 21."""
     config = tiny_config(rope_theta=theta, tie_word_embeddings=tied)
     save_with_transformers(tmp_path / "single", config)
     save_with_transformers(tmp_path / "sharded", config, "20KB")

@@ -195,6 +195,7 @@ def test_a_frozen_model_with_another_vocabulary_is_refused(run, config, student,
 
 
 def test_a_teacher_that_stops_at_other_tokens_is_refused(run, config, student):
+    """Kind 20."""
     path = run / "export" / "generation_config.json"
     stops = json.loads(path.read_text())
     eos, pad = stops["eos_token_id"], stops["pad_token_id"]
@@ -206,6 +207,7 @@ def test_a_teacher_that_stops_at_other_tokens_is_refused(run, config, student):
 
 
 def test_a_teacher_with_another_language_is_refused(run, config, student):
+    """Kind 20."""
     config.model.teacher = str(run)
     config.team.wording = Wording.FULL
     with pytest.raises(ValueError, match="another wording of 'searcher'"):

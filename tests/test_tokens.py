@@ -273,6 +273,7 @@ def test_another_teacher_is_refused(tmp_path, field):
 
 
 def test_padded_vocabulary_is_compared(small, tmp_path):
+    """Kind 20."""
     shutil.copytree(write_tokenizer(tmp_path / "a"), tmp_path / "b")
     teacher = Tokens.from_folder(tmp_path / "b")
     check_compatible(small, teacher, 320, 320)
