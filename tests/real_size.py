@@ -6,6 +6,7 @@ the weights again. Each prints one JSON line: seconds of its parts, and the peak
 anonymous memory in bytes (files that are mapped count as resident only).
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -75,7 +76,7 @@ def ours(size: str, folder: Path) -> dict[str, float]:
     from mopd_jax.model.qwen3 import Qwen3
 
     started = time.monotonic()
-    config = hf.read_config(folder / "original", jnp.bfloat16)
+    config = dataclasses.replace(hf.read_config(folder / "original"), dtype=jnp.bfloat16)
     params = hf.load_params(folder / "original", config, dtype=jnp.bfloat16)
     loaded = time.monotonic()
     ids = prompt(SIZES[size]["vocab_size"])
