@@ -80,6 +80,8 @@ class Leaf:
     def write(self, param: np.ndarray) -> np.ndarray:
         """Returns one layer's parameter as the stored tensor."""
         flat = param.transpose(np.argsort(self.order)).reshape(self.stored_shape)
+        if flat.flags.c_contiguous:
+            return flat
         out = np.empty(self.stored_shape, param.dtype)
         step = max(1, _BLOCK * len(out) // out.nbytes)
         for start in range(0, len(out), step):

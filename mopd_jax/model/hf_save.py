@@ -119,17 +119,16 @@ def _slots(flat: Mapping[str, Any], config: Qwen3Config, dtype: jnp.dtype | None
 
 def _whole(slot: _Slot) -> np.ndarray:
     """Brings one tensor's parameter together; every process that holds a part of it has to take part."""
-    whole = _fetch(slot.array.sharding, slot.dtype)(slot.array, slot.layer)
-    return np.asarray(whole.addressable_data(0))
+    return np.asarray(_fetch(slot.array.sharding, slot.dtype)(slot.array, slot.layer))
 
 
 @functools.cache
 def _fetch(sharding: Sharding, dtype: np.dtype) -> Callable[[jax.Array, int | None], jax.Array]:
-    whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
-
     def fetch(array, layer):
         return (array if layer is None else array[layer]).astype(dtype)
 
+    # What other processes hold comes through the devices; the rest is put together in the host's memory.
+    whole = None if sharding.is_fully_addressable else NamedSharding(sharding.mesh, PartitionSpec())
     return jax.jit(fetch, out_shardings=whole)
 
 
