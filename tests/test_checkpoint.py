@@ -101,6 +101,7 @@ def test_the_latest_step_comes_back_whole(open_store):
 
 
 def test_eight_devices_restore_on_four(open_store):
+    """Kind 29."""
     wanted = make_state(0, devices=4)
     restored = open_store().restore_latest(wanted)
     assert_equal(restored.state, make_state(2))
@@ -162,6 +163,7 @@ TEARS = {
 
 @pytest.mark.parametrize("tear", TEARS)
 def test_a_torn_step_is_skipped_and_the_one_before_loads(folder, open_store, tear, caplog):
+    """Kind 29."""
     TEARS[tear](folder / "2")
     store = open_store()
     restored = store.restore_latest(make_state(0))

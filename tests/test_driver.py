@@ -177,6 +177,7 @@ def team_speaks(prompt: list[int], candidate: int) -> list[int]:
 
 
 def test_each_prompt_starts_with_the_one_before_and_its_output():
+    """Kind 2."""
     engine = ScriptedEngine(team_speaks, TOKENS.eos_ids)
     episodes = drive(engine, 3, Workflow.HIERARCHY, candidates=5)
     lengths = collections.Counter()

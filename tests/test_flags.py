@@ -155,6 +155,7 @@ def test_overrides_reach_one_phase_of_a_chain(tmp_path):
     ],
 )
 def test_a_wrong_override_is_refused_in_words(experiment, override, message):
+    """Kind 21: an unknown field among them."""
     with pytest.raises(ConfigError) as refusal:
         flags.load([experiment, f"--config.{override}"])
     assert message in str(refusal.value)

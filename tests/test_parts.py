@@ -15,8 +15,9 @@ import pytest
 from mopd_jax.config import ArchitectureConfig, Attention, Backend, Config, Kind, Precision, Remat, Wording
 from mopd_jax.data import miniature
 from mopd_jax.model import hf, sharding
+from mopd_jax.model.tokens import files_fingerprint
 from mopd_jax.run import parts
-from mopd_jax.run.checkpoint import write_json
+from mopd_jax.run.checkpoint import ResumeError, check_resume, resume_meta, write_json
 from mopd_jax.team.roles import Prompts
 from tests import tiny
 from tests.fixtures import write_tokenizer
@@ -194,6 +195,7 @@ def test_a_frozen_model_with_another_vocabulary_is_refused(run, config, student,
 
 
 def test_a_teacher_that_stops_at_other_tokens_is_refused(run, config, student):
+    """Kind 20."""
     path = run / "export" / "generation_config.json"
     stops = json.loads(path.read_text())
     eos, pad = stops["eos_token_id"], stops["pad_token_id"]
@@ -205,6 +207,7 @@ def test_a_teacher_that_stops_at_other_tokens_is_refused(run, config, student):
 
 
 def test_a_teacher_with_another_language_is_refused(run, config, student):
+    """Kind 20."""
     config.model.teacher = str(run)
     config.team.wording = Wording.FULL
     with pytest.raises(ValueError, match="another wording of 'searcher'"):
@@ -307,4 +310,24 @@ def test_the_embedded_world_and_random_weights_need_no_fingerprint(config):
 def test_a_finished_run_is_fingerprinted_by_its_export(run, config):
     named = [dataclasses.replace(config.model, init=str(spec)) for spec in (run, run / "export")]
     found = [parts.evaluated_on(dataclasses.replace(config, model=model)) for model in named]
-    assert found[0] == found[1] == {"weights of model.init": hf.fingerprint(run / "export")}
+    export = run / "export"
+    expected = {"weights": hf.fingerprint(export), "tokenizer": files_fingerprint(export)}
+    assert found[0] == found[1] == {f"{what} of model.init": value for what, value in expected.items()}
+
+
+@pytest.mark.parametrize("model", ["init", "teacher", "reference"])
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
+def test_a_restart_with_another_tokenizer_template_or_end_is_refused(run, config, student, model, file):
+    """Kind 20, at resume."""
+    config.model = dataclasses.replace(config.model, init=str(run), teacher=str(run), reference=str(run))
+    saved = resume_meta(config, parts.trained_on(config))
+    other = pathlib.Path(shutil.copytree(run / "export", run.parent / "other"))
+    setattr(config.model, model, str(other))
+    now = resume_meta(config, parts.trained_on(config))
+    assert saved["inputs"] == now["inputs"]
+    (other / file).write_text(
+        (other / file).read_text() + " " if (other / file).exists() else "{{ messages }}"
+    )
+    now["inputs"] = parts.trained_on(config)
+    with pytest.raises(ResumeError, match=f"tokenizer of model.{model}: "):
+        check_resume(saved, now, config)

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from mopd_jax.model.tokens import Tokens, check_compatible
 from mopd_jax.retrieval.search import Document
 from mopd_jax.team.episode import Message
+from tests.conversations import CONVERSATIONS, render, template_ids
 from tests.fixtures import byte_backend, write_qwen_tokenizer, write_tokenizer
 from tools import make_checkpoint
 
@@ -32,26 +33,6 @@ HYBRID = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-CONVERSATIONS = {
-    "leader": [
-        ("system", "You lead a team.\n\nUse <task>…</task>.\n"),
-        ("user", "Who directed “Amélie”, and when was he born?"),
-        ("assistant", "First the film.\n<task>Who directed Amélie?</task>"),
-        ("user", '<result task="1">Jean-Pierre Jeunet (born 3 September 1953)</result>'),
-        ("assistant", "<request_answer></request_answer>"),
-        ("user", "Answer, please."),
-    ],
-    "searcher": [
-        ("system", "You search."),
-        ("user", "\n Task: 12345 東京  \n"),
-        ("assistant", "<search>東京 12345</search>"),
-        ("user", '<documents>\nDoc 1(Title: "A") it\'s 3.14 — naïve\r\n\n\tcode\n</documents>'),
-        ("assistant", "<summary>none\n\n</summary>"),
-        ("user", " "),
-    ],
-    "answerer": [("system", "You answer."), ("user", "Question: who?\nNotes:\n1. a\n2. b")],
-    "without system": [("user", "Hi"), ("assistant", "Hello"), ("user", "'ll\n\n you?")],
-}
 
 
 @pytest.fixture(scope="module")
@@ -72,20 +53,6 @@ def qwen(qwen_folder) -> Tokens:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Tokens:
     return Tokens.from_folder(write_tokenizer(tmp_path_factory.mktemp("small")))
-
-
-def render(tokens: Tokens, chat: list[tuple[str, str]]) -> list[int]:
-    """The ids of a conversation as the rollout builds them: nothing but appending."""
-    start = 2 if chat[0][0] == "system" else 1
-    ids = tokens.open([Message(role, content) for role, content in chat[:start]])
-    for (_, answer), (_, content) in zip(chat[start::2], chat[start + 1 :: 2], strict=True):
-        ids += [*tokens.encode(answer), tokens.end_of_turn_id, *tokens.reply(content, closed=True)]
-    return ids
-
-
-def template_ids(tokenizer, chat: list[tuple[str, str]]) -> list[int]:
-    messages = [{"role": role, "content": content} for role, content in chat]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
 
 def test_stop_tokens_of_the_real_vocabulary(qwen):
@@ -306,6 +273,7 @@ def test_another_teacher_is_refused(tmp_path, field):
 
 
 def test_padded_vocabulary_is_compared(small, tmp_path):
+    """Kind 20."""
     shutil.copytree(write_tokenizer(tmp_path / "a"), tmp_path / "b")
     teacher = Tokens.from_folder(tmp_path / "b")
     check_compatible(small, teacher, 320, 320)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from mopd_jax.model import hf
+from mopd_jax.model import hf_save
 from mopd_jax.model.qwen3 import Qwen3, Qwen3Config
 from mopd_jax.model.sharding import init_params, make_mesh
 
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None):
     params = init_params(Qwen3(config), jax.random.key(args.seed), mesh, jnp.dtype(args.dtype))
     with tempfile.TemporaryDirectory() as tokenizer:
         write_tokenizer(Path(tokenizer), args.vocabulary or default_vocabulary())
-        hf.save(args.out, config, params, source=tokenizer)
+        hf_save.save(args.out, config, params, source=tokenizer)
     count = sum(x.size for x in jax.tree.leaves(params))
     print(f"{args.out}: {count:,} parameters in {args.dtype}, {PADDED_VOCABULARY:,} ids")
 

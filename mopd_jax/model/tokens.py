@@ -199,6 +199,15 @@ class Tokens:
                 )
 
 
+def files_fingerprint(folder: epath.PathLike) -> str:
+    """Returns a hash (hex) of the files that say how text is encoded and where sampling stops."""
+    digest, folder = hashlib.sha256(), epath.Path(folder)
+    for name in FILES:
+        if name != "config.json" and (folder / name).exists():
+            digest.update(name.encode() + (folder / name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def check_compatible(student: Tokens, teacher: Tokens, student_vocab: int, teacher_vocab: int):
     """Checks that a teacher (or reference) can score the student's ids.
 

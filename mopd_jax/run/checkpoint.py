@@ -166,6 +166,15 @@ def config_to_dict(config: object) -> dict:
     return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
 
 
+def config_from_dict(kind: type, values: dict) -> Any:
+    """Returns the config of class `kind` that `config_to_dict` turned into `values`.
+
+    A field that `values` lacks (it is newer) has its default; one that `kind` lacks is left out.
+    """
+    known = {f.name: f.type for f in dataclasses.fields(kind) if f.name in values}
+    return kind(**{name: _typed(known[name], values[name]) for name in known})
+
+
 def config_diff(saved: dict, now: dict) -> list[str]:
     """Returns one line `group.field: saved → now` per field in which two such dicts differ."""
     return list(_differences(dict(_flatten(saved)), dict(_flatten(now))))
@@ -216,6 +225,14 @@ def _plain(value: object) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     return list(value) if isinstance(value, tuple) else value
+
+
+def _typed(kind: type, value: Any) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return config_from_dict(kind, value)
+    if isinstance(kind, enum.EnumType):
+        return kind(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _flatten(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -28,9 +28,9 @@ from mopd_jax.data import miniature, questions
 from mopd_jax.data.demonstrations import FileDemonstrations, read_conversations
 from mopd_jax.data.miniature_experts import Demonstrations
 from mopd_jax.learn.score import Frozen
-from mopd_jax.model import hf, sharding
+from mopd_jax.model import hf, hf_save, sharding
 from mopd_jax.model.qwen3 import Qwen3, Qwen3Config
-from mopd_jax.model.tokens import Tokens, check_compatible
+from mopd_jax.model.tokens import Tokens, check_compatible, files_fingerprint
 from mopd_jax.retrieval.bm25 import BM25Search
 from mopd_jax.retrieval.http import HTTPSearch
 from mopd_jax.retrieval.miniature import MiniatureSearch
@@ -38,6 +38,7 @@ from mopd_jax.retrieval.search import Retriever
 from mopd_jax.rollout.driver import Driver, WorkflowFactory
 from mopd_jax.rollout.engine import Engine
 from mopd_jax.rollout.render import Renderer
+from mopd_jax.run import weights
 from mopd_jax.run.checkpoint import read_json
 from mopd_jax.team.episode import Question
 from mopd_jax.team.roles import Prompts
@@ -97,11 +98,12 @@ def _fingerprints(
     corpus = [config.retrieval.corpus] if searches and config.retrieval.backend is Backend.BM25 else []
     paths = [path for path in (*files, *corpus) if not path.startswith(MINIATURE)]
     specs = {name: model.get(name, "") for name in ("init", "teacher", "reference")}
-    return {path: hashlib.sha256(epath.Path(path).read_bytes()).hexdigest()[:16] for path in paths} | {
-        f"weights of model.{name}": hf.fingerprint(_folder(spec, config))
-        for name, spec in specs.items()
-        if spec not in ("", RANDOM)
-    }
+    folders = {name: _folder(spec, config) for name, spec in specs.items() if spec not in ("", RANDOM)}
+    return (
+        {path: hashlib.sha256(epath.Path(path).read_bytes()).hexdigest()[:16] for path in paths}
+        | {f"weights of model.{name}": hf.fingerprint(folder) for name, folder in folders.items()}
+        | {f"tokenizer of model.{name}": files_fingerprint(folder) for name, folder in folders.items()}
+    )
 
 
 def make_retriever(config: Config) -> Retriever:
@@ -174,6 +176,9 @@ def load_params(opened: Opened, mesh: Mesh, stored: Precision, seed: int) -> Any
     """Returns the weights laid out on the mesh, in the type `stored`; random ones come from `seed`."""
     if opened.spec == RANDOM:
         return sharding.init_params(opened.model, jax.random.key(seed), mesh, dtype(stored))
+    if weights.has_orbax(opened.folder):
+        step = weights.find_step(opened.folder)
+        return weights.load(opened.folder, step, opened.model, mesh, dtype(stored))
     layout = sharding.param_shardings(opened.model, mesh)
     return hf.load_params(opened.folder, opened.model.config, layout, dtype(stored))
 
@@ -197,8 +202,12 @@ def load_frozen(config: Config, student: Opened, mesh: Mesh) -> dict[str, Frozen
 
 def export(folder: epath.PathLike, student: Opened, params: Any, team: TeamConfig) -> None:
     """Writes weights as a Hugging Face folder, with the student's tokenizer and the team's language."""
-    notes = {LANGUAGE_FILE: json.dumps(language(team), indent=2) + "\n"}
-    hf.save(folder, student.model.config, params, student.folder, notes)
+    hf_save.save(folder, student.model.config, params, student.folder, notes(team))
+
+
+def notes(team: TeamConfig) -> dict[str, str]:
+    """Returns the files, by name, that tell another run what language exported weights were trained in."""
+    return {LANGUAGE_FILE: json.dumps(language(team), indent=2) + "\n"}
 
 
 def language(team: TeamConfig) -> dict[str, str]:
