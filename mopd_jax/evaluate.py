@@ -17,21 +17,26 @@ if TYPE_CHECKING:
     from mopd_jax.run.report import Result
 
 
-def main(config: Config | Chain) -> None:
+def main(config: Config | Chain, hosts: flags.Hosts = flags.ALONE) -> None:
     """Evaluates every evaluation phase of a chain, or the one phase there is."""
-    prepare(config)
+    prepare(config, hosts)
     named = phases(config)
     chosen = {name: c for name, c in named.items() if len(named) == 1 or c.train.kind is Kind.EVALUATE}
     write_report([evaluate(name, c) for name, c in chosen.items()], config)
 
 
-def prepare(config: Config | Chain) -> None:
-    """Settings of the process: quiet libraries, and compiled programs kept in the run's folder.
+def prepare(config: Config | Chain, others: flags.Hosts) -> None:
+    """Settings of the process: its place among others, quiet libraries, and compiled programs kept in the
+    run's folder.
 
     Phases of a chain share programs, and a run that goes on finds its own.
     """
     import jax
 
+    from mopd_jax.run import hosts
+
+    hosts.initialize(*others)
+    hosts.check_shared(config.run.dir)
     logging.set_verbosity(logging.WARNING)  # Orbax tells its every step otherwise
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", f"{config.run.dir}/compiled")
@@ -48,15 +53,15 @@ def evaluate(name: str, config: Config) -> "Result":
     from etils import epath
 
     from mopd_jax.data.questions import select
-    from mopd_jax.run import checkpoint, parts
+    from mopd_jax.run import checkpoint, hosts, parts
     from mopd_jax.run.evaluation import evaluate_team, write_episodes
     from mopd_jax.run.report import read_result, write_result
 
     folder = epath.Path(config.run.dir)
     questions = parts.load_questions(config.data.test, "test", config)
     questions = select(questions, config.eval.questions)
-    meta = checkpoint.resume_meta(config, parts.evaluated_on(config))
-    finished = checkpoint.read_json(folder / "evaluated.json")
+    meta = hosts.agreed(lambda: checkpoint.resume_meta(config, parts.evaluated_on(config)))
+    finished = hosts.of_first(lambda: checkpoint.read_json(folder / "evaluated.json"))
     if finished and not checkpoint.check_resume(finished, meta, config):
         print(f"{folder} is evaluated already.")
         return read_result(folder / "results.jsonl")
@@ -68,10 +73,11 @@ def evaluate(name: str, config: Config) -> "Result":
     result, episodes = evaluate_team(
         system, config, team.driver, parts.make_workflow(config.team, 1), questions, config.eval.attempts
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_episodes(episodes, folder / "episodes.jsonl")
-    write_result(result, folder / "results.jsonl")
-    checkpoint.write_json(folder / "evaluated.json", meta)
+    if hosts.is_first():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_episodes(episodes, folder / "episodes.jsonl")
+        write_result(result, folder / "results.jsonl")
+        checkpoint.write_json(folder / "evaluated.json", meta)
     return result
 
 
@@ -80,15 +86,20 @@ def write_report(results: "Sequence[Result]", config: Config | Chain) -> None:
     the settings: where they depart from the paper, and which of them are ours."""
     from etils import epath
 
+    from mopd_jax.run import hosts
     from mopd_jax.run.decisions import describe_decisions
     from mopd_jax.run.report import format_report
 
     text = format_report(results)
     path = epath.Path(config.run.dir) / "report.md"
-    path.write_text(f"{text}\n\n{describe_decisions(config)}\n")
+    if hosts.is_first():
+        path.write_text(f"{text}\n\n{describe_decisions(config)}\n")
     print(f"{text}\n\nThis table and the settings behind it: {path}")
 
 
 if __name__ == "__main__":
-    _CONFIG = flags.define_config()
-    app.run(lambda _: main(_CONFIG.value), flags_parser=functools.partial(flags.parse, kind=Kind.EVALUATE))
+    _CONFIG, _HOSTS = flags.define_config(), flags.define_hosts()
+    app.run(
+        lambda _: main(_CONFIG.value, _HOSTS()),
+        flags_parser=functools.partial(flags.parse, kind=Kind.EVALUATE),
+    )

@@ -14,6 +14,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import absl.flags
 from ml_collections import config_flags
@@ -50,6 +51,52 @@ def define_config(
         lock_config=False,
         sys_argv=None if argv is None else list(argv),
     )
+
+
+class Hosts(NamedTuple):
+    """Which process of a run on several machines this one is."""
+
+    coordinator: str
+    processes: int
+    process: int
+
+
+ALONE = Hosts("", 1, 0)
+"""A single process, or a TPU pod, whose hosts find each other."""
+
+
+def define_hosts(flag_values: absl.flags.FlagValues = absl.flags.FLAGS) -> Callable[[], Hosts]:
+    """Defines the flags of a run on several machines; the result gives their values after parsing."""
+    coordinator = absl.flags.DEFINE_string(
+        "coordinator",
+        ALONE.coordinator,
+        "HOST:PORT at which process 0 is reached by the others; not needed on a TPU pod.",
+        flag_values=flag_values,
+    )
+    processes = absl.flags.DEFINE_integer(
+        "processes", ALONE.processes, "Processes of the run, with --coordinator.", flag_values=flag_values
+    )
+    process = absl.flags.DEFINE_integer(
+        "process", ALONE.process, "Which of them this is, from 0.", flag_values=flag_values
+    )
+    return lambda: Hosts(coordinator.value, processes.value, process.value)
+
+
+def _check_hosts(hosts: Hosts) -> None:
+    """Refuses three flags that do not describe one process of several."""
+    coordinator, processes, process = hosts
+    found = f"--coordinator={coordinator} --processes={processes} --process={process}"
+    if hosts == ALONE:
+        return
+    if processes < 2 or not coordinator:
+        raise ConfigError(
+            f"Found {found}: a run of several processes needs all three, e.g. "
+            "--coordinator=10.0.0.2:8476 --processes=2 --process=0; a TPU pod and a single process, none."
+        )
+    if not re.fullmatch(r".+:\d+", coordinator):
+        raise ConfigError(f"Found {found}: the coordinator is spelled HOST:PORT, e.g. 10.0.0.2:8476.")
+    if not 0 <= process < processes:
+        raise ConfigError(f"Found {found}: --process lies between 0 and {processes - 1}.")
 
 
 def parse(
@@ -98,6 +145,8 @@ def _parse(argv: Sequence[str], kind: Kind | None, flag_values: absl.flags.FlagV
         raise ConfigError("No experiment is named: pass --config=FILE.py, e.g. --config=configs/mini.py.")
     if len(rest) > 1:
         raise ConfigError(f"Unexpected argument {rest[1]!r}: every argument is a flag, --name=value.")
+    if "coordinator" in flag_values:
+        _check_hosts(Hosts(*(flag_values[name].value for name in Hosts._fields)))
     validate(flag_values["config"].value, kind)
     return rest
 

@@ -16,11 +16,11 @@ STOPPED = 143
 """Exit code after SIGTERM or SIGINT, as of a killed process: what follows the run must not start."""
 
 
-def main(config: Config | Chain) -> None:
+def main(config: Config | Chain, hosts: flags.Hosts = flags.ALONE) -> None:
     """Runs the phases in order, then prints one table of all evaluations among them."""
     from mopd_jax.evaluate import evaluate, prepare, write_report
 
-    prepare(config)
+    prepare(config, hosts)
     results = []
     for name, phase in phases(config).items():
         if phase.train.kind is Kind.EVALUATE:
@@ -45,18 +45,19 @@ def train(name: str, config: Config) -> bool:
 
     from mopd_jax.learn.learner import Learner
     from mopd_jax.model import sharding
-    from mopd_jax.run import checkpoint, console, parts, sources
+    from mopd_jax.run import checkpoint, console, hosts, parts, sources
     from mopd_jax.run.metrics import MetricsWriter, Pace, Profile, Stopwatch
     from mopd_jax.run.validation import Validation
 
     folder, steps = epath.Path(config.run.dir), config.train.steps
-    meta = checkpoint.resume_meta(config, parts.trained_on(config))
-    finished = checkpoint.read_json(folder / "finished.json")
+    meta = hosts.agreed(lambda: checkpoint.resume_meta(config, parts.trained_on(config)))
+    finished = hosts.of_first(lambda: checkpoint.read_json(folder / "finished.json"))
     if finished and not checkpoint.check_resume(finished, meta, config):
         print(f"{folder} is finished already.")
         return True
-    (folder / "finished.json").unlink(missing_ok=True)
-    checkpoint.write_json(folder / "settings.json", meta["config"])
+    if hosts.is_first():
+        (folder / "finished.json").unlink(missing_ok=True)
+        checkpoint.write_json(folder / "settings.json", meta["config"])
 
     # ---------------------------------------------------------------- models, mesh, learner
     mesh = sharding.make_mesh(config.mesh.shape)
@@ -82,10 +83,11 @@ def train(name: str, config: Config) -> bool:
         done, state = 0, learner.init_state(params)
 
     # ---------------------------------------------------------------- the loop
-    writer, watch, pace = MetricsWriter(folder, done + 1), Stopwatch(), Pace()
+    writer = MetricsWriter(folder, done + 1) if hosts.is_first() else None
+    watch, pace = Stopwatch(), Pace()
     profile = Profile(folder / "profile", config.run.profile_steps)
     with contextlib.closing(saved), contextlib.closing(profile), checkpoint.StopRequest() as stop:
-        while done < steps and not stop:
+        while done < steps and not hosts.any_of(bool(stop)):
             with profile.step(done + 1):
                 batch = source.batch(done, state.params, watch)
                 if done == 0:
@@ -98,7 +100,8 @@ def train(name: str, config: Config) -> bool:
                     metrics |= validation.run(done, state.params)
             metrics |= sources.speed(batch, watch.take())
             metrics |= {"seconds/step": pace.tick(), "seconds/remaining": pace.remaining(steps - done)}
-            writer.write(done, batch.metrics | metrics)
+            if writer:
+                writer.write(done, batch.metrics | metrics)
             print(console.step_line(name, done, steps, batch.metrics | metrics), flush=True)
             if done % config.checkpoint.every == 0:
                 saved.save(done, state, meta)
@@ -110,7 +113,9 @@ def train(name: str, config: Config) -> bool:
     # ---------------------------------------------------------------- what is left behind
     if validation is None:
         parts.export(folder / "export", student, state.params, config.team)
-    checkpoint.write_json(folder / "finished.json", meta)
+    if hosts.is_first():
+        checkpoint.write_json(folder / "finished.json", meta)
+    hosts.wait()  # the next phase reads what this one leaves
     return True
 
 
@@ -130,5 +135,5 @@ def _update(learner, state, batch, config: Config, step: int):
 
 
 if __name__ == "__main__":
-    _CONFIG = flags.define_config()
-    app.run(lambda _: main(_CONFIG.value), flags_parser=flags.parse)
+    _CONFIG, _HOSTS = flags.define_config(), flags.define_hosts()
+    app.run(lambda _: main(_CONFIG.value, _HOSTS()), flags_parser=flags.parse)

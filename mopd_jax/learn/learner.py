@@ -101,14 +101,14 @@ class Learner:
     def __init__(self, model: Qwen3, learn: LearnConfig, optim: OptimConfig, steps: int, mesh: Mesh):
         self._model, self._learn, self._mesh = model, learn, mesh
         self._optimizer, self._schedule = make_optimizer(optim, steps), learning_rate(optim, steps)
-        self._rows = sharding.batch_sharding(mesh)
+        self._rows, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
         self._param_shardings = sharding.param_shardings(model, mesh)
-        total = self._param_shardings, sharding.replicated(mesh)
+        total = self._param_shardings, whole
         self._zeros = jax.jit(self._zeros_fn, out_shardings=total)
         # Out as it came in: every micro-batch of a shape runs the same program.
         self._accumulate = jax.jit(self._accumulate_fn, donate_argnums=1, out_shardings=total)
-        self._norm = jax.jit(optax.tree.norm)
-        self._apply = jax.jit(self._apply_fn, donate_argnums=0, out_shardings=(self.state_shardings(), None))
+        self._norm = jax.jit(optax.tree.norm, out_shardings=whole)
+        self._apply = jax.jit(self._apply_fn, donate_argnums=0, out_shardings=(self.state_shardings(), whole))
 
     def state_shardings(self) -> TrainState:
         """Returns the layout of a `TrainState`: moments lie as their parameters."""
@@ -141,8 +141,8 @@ class Learner:
         return jax.jit(self._new_state, donate_argnums=0, out_shardings=self.state_shardings())(params)
 
     def put(self, tree: Any) -> Any:
-        """Lays arrays with B as their first axis out over the mesh."""
-        return jax.device_put(tree, self._rows)
+        """Lays host arrays with B as their first axis out over the mesh."""
+        return sharding.place(tree, self._rows)
 
     def gradient(self, params, micros: Sequence[Packed], streams: Sequence[Streams]):
         """Returns the summed gradient of all micro-batches, and their `Sums`."""

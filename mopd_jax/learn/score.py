@@ -58,9 +58,10 @@ class Scorer:
                 for name, model in models.items()
             }
 
-        self._score = jax.jit(score)
+        # Whole on every device, so that every process can read them.
+        self._score = jax.jit(score, out_shardings=sharding.replicated(mesh))
 
     def __call__(self, params, packed: Packed) -> tuple[Scored, dict[str, Scored]]:
         """Returns the student's scores under `params`, and those of the frozen models by name."""
         with sharding.on_mesh(self._mesh):
-            return self._score(params, self._params, jax.device_put(packed, self._rows))
+            return self._score(params, self._params, sharding.place(packed, self._rows))

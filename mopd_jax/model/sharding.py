@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -82,6 +83,11 @@ def make_mesh(shape: tuple[int, int, int], devices: list[jax.Device] | None = No
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
+def local_mesh(tensor: int, process: int | None = None) -> Mesh:
+    """Returns the mesh of a process's own engine: its first `tensor` devices, of this process for None."""
+    return make_mesh((1, 1, tensor), jax.local_devices(process_index=process)[:tensor])
+
+
 @contextlib.contextmanager
 def on_mesh(mesh: Mesh) -> Iterator[None]:
     """Traces and runs for `mesh`: `constrain` and the axis names of the parameters take effect."""
@@ -128,6 +134,42 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an array that is whole on every device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def place(tree: Any, sharding: NamedSharding) -> Any:
+    """Lays host arrays out as `sharding` says. Every process has them whole, and hands its part over."""
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, x.__getitem__), tree)
+
+
+def hand_over(tree: Any, shardings: Any) -> Any:
+    """Returns arrays laid out as `shardings` say, a tree alike over a `local_mesh` of this process.
+
+    Arrays of this process alone are copied there. Those that lie on devices of all processes are first
+    brought, by the same programs everywhere, to a mesh on which every process holds a whole copy; of
+    that each takes its own.
+    """
+    if all(x.is_fully_addressable for x in jax.tree.leaves(tree)):
+        return jax.device_put(tree, shardings)
+    wide = _copies(jax.tree.leaves(shardings)[0].mesh.size)
+    # Not a jitted identity: a program wants its devices in one order, a pod's mesh has its own.
+    copies = jax.device_put(tree, jax.tree.map(lambda s: NamedSharding(wide, s.spec), shardings))
+    return jax.tree.map(_own_part, copies, shardings)
+
+
+def _copies(tensor: int) -> Mesh:
+    """Returns a mesh of all devices whose first axis counts copies of a `local_mesh`."""
+    devices = []
+    for process in range(jax.process_count()):
+        devices += local_mesh(tensor, process).devices.flat
+        devices += jax.local_devices(process_index=process)[tensor:]
+    grid = np.array(devices).reshape(-1, 1, 1, tensor)
+    return Mesh(grid, ("copies", *MESH_AXES), axis_types=(AxisType.Auto,) * grid.ndim)
+
+
+def _own_part(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    parts = {shard.device: shard.data for shard in x.addressable_shards}
+    own = [parts[device] for device in sharding.mesh.devices.flat]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, own)
 
 
 def abstract_params(model: nn.Module) -> dict[str, Any]:

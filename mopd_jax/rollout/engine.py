@@ -286,12 +286,14 @@ class Engine:
     def load(self, params) -> None:
         """Takes new weights (cast and laid out for this engine) and drops every cache of the old ones.
 
+        They may lie on devices of all processes: then every process loads them at the same point.
+
         Raises:
           RuntimeError: a conversation is still held.
         """
         for lane in self._lanes.values():
             lane.forget()
-        self._params = jax.device_put(self._cast(params), self._shardings)
+        self._params = sharding.hand_over(self._cast(params), self._shardings)
 
     def submit(self, ticket: Ticket) -> None:
         """Queues a turn. A conversation has at most one ticket at a time.

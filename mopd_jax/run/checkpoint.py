@@ -82,7 +82,8 @@ class Checkpoints:
             shardings may differ from those saved.
 
         Raises:
-          CheckpointError: no step is whole, or one holds another model, optimiser or random generator.
+          CheckpointError: no step is whole, one of several processes found one torn, or one holds another
+        model, optimiser or random generator.
         """
         wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         torn = {}
@@ -90,6 +91,11 @@ class Checkpoints:
             try:
                 restored = self._restore(step, wanted)
             except (OSError, ValueError, KeyError) as error:
+                if jax.process_count() > 1:  # the others may have read their parts, and wait for this one
+                    raise CheckpointError(
+                        f"Checkpoint {step} in {self._folder} is torn ({error}). Only a run of one process "
+                        "skips it: move it away, to continue from the one before."
+                    ) from error
                 torn[step] = str(error).split("\n")[0][:200]
                 logging.warning("Checkpoint %d is torn and skipped: %s", step, torn[step])
                 continue
@@ -118,13 +124,11 @@ class Checkpoints:
     def _move_aside(self, steps: dict[int, str]) -> None:
         if not steps:
             return
-        if jax.process_index() == 0:
-            for step in steps:
-                aside = self._folder / f"torn_{step}"
-                if aside.exists():
-                    aside.rmtree()
-                (self._folder / str(step)).rename(aside)
-        ocp.multihost.sync_global_processes("torn steps moved aside")
+        for step in steps:
+            aside = self._folder / f"torn_{step}"
+            if aside.exists():
+                aside.rmtree()
+            (self._folder / str(step)).rename(aside)
         self._manager.reload()
 
 

@@ -1,5 +1,6 @@
 """Runs a team on questions, several attempts each, and records every attempt."""
 
+import functools
 import json
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from mopd_jax.data.questions import fingerprint
 from mopd_jax.data.recall import gold_recall
 from mopd_jax.retrieval.search import Retriever
 from mopd_jax.rollout.driver import Driver, Task, WorkflowFactory
+from mopd_jax.run import hosts
 from mopd_jax.run.episode_metrics import first_answer_em
 from mopd_jax.run.report import Conditions, Record, Result
 from mopd_jax.team.episode import Episode, Question
@@ -84,13 +86,14 @@ def evaluate_team(
       config: limits and documents per search, which the result carries.
       driver: over an engine that holds the weights to be evaluated.
       workflow: samples one answer per request.
-      questions: all of them are asked, whatever the number of slots.
+      questions: all of them are asked, whatever the number of slots; processes share them out.
       attempts: independent attempts per question.
 
     Raises:
       TooManyAborted: the retriever failed too often for a sound result.
     """
-    episodes = driver.run(workflow, attempts_at(questions, attempts))
+    ask = functools.partial(driver.run, workflow)
+    episodes = hosts.spread(ask, attempts_at(questions, attempts), together=attempts)
     check_aborted(episodes, config.retrieval.max_aborted_share, driver.retriever)
     result = Result(
         system, conditions(config, questions, driver.retriever.identity), tuple(map(record, episodes))

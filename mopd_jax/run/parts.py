@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from etils import epath
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from mopd_jax.config import (
@@ -38,6 +39,7 @@ from mopd_jax.retrieval.search import Retriever
 from mopd_jax.rollout.driver import Driver, WorkflowFactory
 from mopd_jax.rollout.engine import Engine
 from mopd_jax.rollout.render import Renderer
+from mopd_jax.run import hosts
 from mopd_jax.run.checkpoint import read_json
 from mopd_jax.team.episode import Question
 from mopd_jax.team.roles import Prompts
@@ -129,9 +131,10 @@ def _folder(spec: str, config: Config) -> epath.Path:
     """Returns the Hugging Face folder that a model's spelling stands for."""
     if spec == RANDOM:
         folder = epath.Path(config.run.dir) / "tokenizer"
-        if not (folder / "generation_config.json").exists():
+        if hosts.is_first() and not (folder / "generation_config.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
             miniature.save_tokenizer(folder)
+        hosts.wait()
         return folder
     folder = epath.Path(spec)
     if (folder / "config.json").exists():
@@ -196,9 +199,16 @@ def load_frozen(config: Config, student: Opened, mesh: Mesh) -> dict[str, Frozen
 
 
 def export(folder: epath.PathLike, student: Opened, params: Any, team: TeamConfig) -> None:
-    """Writes weights as a Hugging Face folder, with the student's tokenizer and the team's language."""
+    """Writes weights as a Hugging Face folder, with the student's tokenizer and the team's language.
+
+    Every process calls it, the first one writes.
+    """
     notes = {LANGUAGE_FILE: json.dumps(language(team), indent=2) + "\n"}
-    hf.save(folder, student.model.config, params, student.folder, notes)
+    if jax.process_count() > 1:
+        params = multihost_utils.process_allgather(params, tiled=True)
+    if hosts.is_first():
+        hf.save(folder, student.model.config, params, student.folder, notes)
+    hosts.wait()
 
 
 def language(team: TeamConfig) -> dict[str, str]:
@@ -256,11 +266,12 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
             f"team.row_tokens = {team.row_tokens}, the model takes "
             f"{model.config.max_position_embeddings} (max_position_embeddings): lower team.row_tokens."
         )
-    if tensor > len(jax.local_devices()):
+    if jax.local_device_count() % tensor:
         raise ValueError(
-            f"mesh.rollout_tensor = {tensor}, this process has {len(jax.local_devices())} devices: lower it."
+            f"mesh.rollout_tensor = {tensor}, this process has {jax.local_device_count()} devices: take a "
+            "number that divides them."
         )
-    mesh = sharding.make_mesh((1, 1, tensor), jax.local_devices()[:tensor])
+    mesh = sharding.local_mesh(tensor)
     sampled = dataclasses.replace(model.config, dtype=dtype(config.model.rollout), remat=False)
     engine = Engine(Qwen3(sampled), tokens.eos_ids, team, candidates, rollout, mesh)
     driver = Driver(

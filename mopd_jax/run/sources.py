@@ -4,6 +4,7 @@ Both give the same thing, packed rows and the streams of the single loss; a batc
 (config, step, weights) alone, so that a run can stop and go on at any step.
 """
 
+import functools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from mopd_jax.model import sharding
 from mopd_jax.model.tokens import Tokens
 from mopd_jax.rollout.driver import Task
 from mopd_jax.rollout.render import Renderer
-from mopd_jax.run import parts
+from mopd_jax.run import hosts, parts
 from mopd_jax.run.episode_metrics import Metrics, behaviour, learning
 from mopd_jax.run.evaluation import check_aborted
 from mopd_jax.run.metrics import Stopwatch
@@ -130,7 +131,8 @@ class Reinforcement:
         learn = self._config.learn
         with watch("rollout"):
             self._engine.load(params)
-            episodes = self._driver.run(self._workflow, self._tasks(step))
+            roll_out = functools.partial(self._driver.run, self._workflow)
+            episodes = hosts.spread(roll_out, self._tasks(step), together=self._config.train.workflows)
         check_aborted(episodes, self._config.retrieval.max_aborted_share, self._driver.retriever)
         rows = [row for _, row in flatten(episodes)]
         packed = pack_rows(rows, learn, self._shards, twin_keys(episodes))
@@ -167,12 +169,14 @@ class Reinforcement:
         ], entropies
 
     def _usage(self) -> Metrics:
-        usage = self._engine.take_usage()
+        """Of the engines of all processes together."""
+        usages = [vars(usage) for usage in hosts.gather(self._engine.take_usage())]
+        total = {name: sum(usage[name] for usage in usages) for name in usages[0]}
         return {
-            "engine/utilisation": usage.decoded / max(1, usage.slot_steps),
-            "engine/prefilled": usage.prefilled,
-            "engine/reused": usage.reused,
-            "engine/decoded": usage.decoded,
+            "engine/utilisation": total["decoded"] / max(1, total["slot_steps"]),
+            "engine/prefilled": total["prefilled"],
+            "engine/reused": total["reused"],
+            "engine/decoded": total["decoded"],
         }
 
 

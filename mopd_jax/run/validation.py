@@ -6,7 +6,7 @@ from etils import epath
 
 from mopd_jax.config import Config
 from mopd_jax.data.questions import select
-from mopd_jax.run import parts
+from mopd_jax.run import hosts, parts
 from mopd_jax.run.checkpoint import read_json, write_json
 from mopd_jax.run.evaluation import evaluate_team
 from mopd_jax.run.report import MACRO, summarise
@@ -40,9 +40,10 @@ class Validation:
         return {f"eval/{name}": macro[metric] for metric, name in SHOWN.items()}
 
     def _keep_best(self, step: int, score: float, params: Any) -> None:
-        best = read_json(self._folder / "best.json")
+        best = hosts.of_first(lambda: read_json(self._folder / "best.json"))
         if best and (best["step"] == step or best["em"] >= score):
             return
         parts.export(self._folder / "export", self._student, params, self._config.team)
-        write_json(self._folder / "best.json", {"step": step, "em": score})
+        if hosts.is_first():
+            write_json(self._folder / "best.json", {"step": step, "em": score})
         print(f"Step {step} is the best so far on the validation questions: EM {score:.3f}.")

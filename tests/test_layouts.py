@@ -1,0 +1,129 @@
+"""Every compiled program lies as the table says: no constraint was dropped without a word."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from mopd_jax.config import LearnConfig, OptimConfig
+from mopd_jax.learn.learner import Learner
+from mopd_jax.learn.loss import Streams
+from mopd_jax.learn.packing import Packed
+from mopd_jax.learn.score import Frozen, Scorer
+from mopd_jax.model import sharding
+from mopd_jax.model.cache import CACHE_AXES
+from mopd_jax.rollout.sampler import Sampler
+from tests.tiny_qwen3 import make_model
+
+B, T, M = 8, 12, 6
+LEARN = LearnConfig(logit_chunk=8)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return sharding.make_mesh((2, 2, 2))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(num_layers=2, vocab_size=40)
+
+
+@pytest.fixture(scope="module")
+def learner(model, mesh):
+    return Learner(model, LEARN, OptimConfig(), 10, mesh)
+
+
+@pytest.fixture(scope="module")
+def rows(mesh):
+    """A micro-batch and its streams, without values."""
+
+    def array(width: int, dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((B, width), dtype, sharding=sharding.batch_sharding(mesh))
+
+    return (
+        Packed(*[array(T, np.int32)] * 3, *[array(M, np.int32)] * 2),
+        Streams(*[array(M, np.float32)] * 4),
+    )
+
+
+def assert_lies(found, expected, arrays) -> None:
+    """Compares the shardings of a program with those that the table gives for its arrays."""
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    for (path, array), a, b in zip(leaves, jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.is_equivalent_to(b, len(array.shape)), (
+            f"{jax.tree_util.keystr(path)}: {a}, the table says {b}"
+        )
+
+
+def layout(arrays):
+    return jax.tree.map(lambda x: x.sharding, arrays)
+
+
+def shapes_in(compiled) -> set[tuple[int, ...]]:
+    """Returns the shapes of all float arrays in a compiled program, as one device holds them."""
+    return {tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())}
+
+
+def test_a_micro_batch_leaves_sums_and_gradients_where_the_weights_lie(learner, model, mesh, rows):
+    state = learner.abstract_state()
+    total = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(learner._zeros_fn),
+        (sharding.param_shardings(model, mesh), sharding.replicated(mesh)),
+        is_leaf=lambda x: isinstance(x, NamedSharding),
+    )
+    with sharding.on_mesh(mesh):
+        compiled = learner._accumulate.lower(state.params, total, *rows).compile()
+    assert_lies(
+        compiled.input_shardings[0], layout((state.params, total, *rows)), (state.params, total, *rows)
+    )
+    assert_lies(compiled.output_shardings, layout(total), total)
+    # Residual stream, heads, MLP, each as [rows of one device, T, part of one device].
+    found = shapes_in(compiled)
+    assert {(2, T, 16), (2, T, 2, 8), (2, T, 12)} <= found
+    assert not found & {(B, T, 16), (B // 2, T, 16), (2, T, 8), (B, T, 4, 8), (2, T, 4, 8), (2, T, 24)}
+
+
+def test_an_update_leaves_weights_and_moments_where_they_were(learner, mesh):
+    state = learner.abstract_state()
+    with sharding.on_mesh(mesh):
+        compiled = learner._apply.lower(state, state.params).compile()
+    assert_lies(compiled.input_shardings[0], layout((state, state.params)), (state, state.params))
+    assert_lies(compiled.output_shardings[0], learner.state_shardings(), state)
+
+
+def test_scores_are_whole_on_every_device(learner, model, mesh, rows):
+    params = learner.abstract_state().params
+    scorer = Scorer(model, {"teacher": Frozen(model, params)}, LEARN.logit_chunk, mesh)
+    with sharding.on_mesh(mesh):
+        compiled = scorer._score.lower(params, {"teacher": params}, rows[0]).compile()
+    assert all(s.is_fully_replicated for s in jax.tree.leaves(compiled.output_shardings))
+    found = shapes_in(compiled)
+    assert {(2, T, 16), (2, T, 2, 8), (2, T, 12)} <= found
+    assert not found & {(B, T, 16), (B, T, 4, 8), (2, T, 4, 8), (2, T, 24)}
+
+
+@pytest.mark.parametrize("program", ["decode", "extend"])
+def test_the_cache_stays_where_it_lies(model, program):
+    local = sharding.local_mesh(2)
+    sampler = Sampler(model, (1,), 4, local)
+    state = sampler.init(groups=4, candidates=2, history=24, turn=8)
+    weights = sharding.param_shardings(model, local)
+    params = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        sharding.abstract_params(model),
+        weights,
+    )
+    prompt = [np.zeros(shape, np.int32) for shape in ((3, 5), (3,), (3,))] if program == "extend" else []
+    with sharding.on_mesh(local):
+        compiled = getattr(sampler, f"_{program}").lower(state, params, *prompt).compile()
+    by_axes = jax.tree.map(
+        lambda axes: NamedSharding(local, sharding.spec(axes)), CACHE_AXES, is_leaf=lambda x: type(x) is tuple
+    )
+    (before, held, *_), _ = compiled.input_shardings
+    assert_lies(before.cache, by_axes, state.cache)
+    assert_lies(held, weights, params)
+    assert_lies(compiled.output_shardings.cache, by_axes, state.cache)
