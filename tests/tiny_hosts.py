@@ -1,14 +1,16 @@
-"""One phase of a tiny team, for several processes: random weights, a teacher from a folder, validation."""
+"""One phase for several processes: a tiny team with a teacher from a folder, or without one an imitation."""
 
-from mopd_jax.config import Config, EvalConfig, MeshConfig
+from mopd_jax.config import ArchitectureConfig, CheckpointConfig, Config, EvalConfig, MeshConfig
 from tests import tiny
 
 
-def get_config(teacher: str) -> Config:
-    config = tiny.team()
+def get_config(teacher: str = "") -> Config:
+    config = tiny.team() if teacher else tiny.imitate("random")
+    config.train.steps = 6 if teacher else 60
     config.model.init, config.model.teacher, config.model.reference = "random", teacher, teacher
-    config.model.architecture = tiny.ArchitectureConfig(**tiny.SIZES)
-    config.mesh = MeshConfig(shape=(1, 4, 1), rollout_tensor=1)
-    config.eval = EvalConfig(every=2, validation_questions=3)
-    config.train.steps = 6
+    config.model.architecture = ArchitectureConfig(**tiny.SIZES)
+    config.mesh = MeshConfig(shape=(1, 4, 1))
+    config.checkpoint = CheckpointConfig(every=10)
+    if teacher:
+        config.eval = EvalConfig(every=2, validation_questions=3)
     return config

@@ -10,7 +10,6 @@ nothing here does anything.
 import os
 import pickle
 import sys
-import traceback
 import urllib.error
 import urllib.request
 import uuid
@@ -88,14 +87,6 @@ def _metadata(name: str) -> str:
             return reply.read().decode()
     except urllib.error.URLError:
         return ""
-
-
-def _leave(kind: type[BaseException], error: BaseException, trace) -> None:
-    """Ends a failed process at once. On its way out JAX would wait for the others, which wait for it in a
-    global program; so their connection breaks instead, and they end too."""
-    traceback.print_exception(kind, error, trace)
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def is_first() -> bool:
