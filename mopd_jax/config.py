@@ -115,7 +115,8 @@ class Attention(enum.Enum):
 @dataclass
 class RunConfig:
     dir: str = "runs/default"
-    """Folder of everything the run writes, may be gs://. A chain puts each phase in a folder inside."""
+    """Folder of everything the run writes, may be gs://; all processes of a run share it. A chain puts each
+    phase in a folder inside."""
     seed: int = 0
     """Seed of the data order, of sampling and of random initial weights."""
     allow_changes: bool = False
@@ -177,7 +178,7 @@ class MeshConfig:
     shape: tuple[int, int, int] = (1, 1, 1)
     """Devices along (data, fsdp, tensor); the product is the number of devices of the whole run."""
     rollout_tensor: int = 1
-    """Devices of one process over which its sampling engine splits heads and vocabulary."""
+    """Devices of one process over which its sampling engine splits heads and vocabulary; divides them."""
 
 
 @dataclass

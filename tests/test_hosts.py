@@ -169,8 +169,8 @@ def test_one_signal_stops_both_and_one_process_goes_on(tmp_path):
     step, output = stop_one_of_two(tmp_path, "--config=tests/tiny_hosts.py")
     assert f"Continuing {tmp_path} after step {step}.\n" in output
     lines = read_metrics(tmp_path)
-    assert [line["step"] for line in lines] == list(range(1, 61))
-    assert lines[-1]["nll"] < 0.8 * lines[0]["nll"]
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    assert lines[-1]["nll"] < lines[0]["nll"] - 0.5
     assert (tmp_path / "export" / "model.safetensors").exists() and (tmp_path / "finished.json").exists()
 
 
@@ -195,7 +195,9 @@ def test_a_distilled_team_trains_in_two_processes_as_in_one(teacher, tmp_path):
     found, expected = measured(tmp_path / "two"), measured(tmp_path / "one")
     assert [line["step"] for line in found] == [1, 2, 3, 4, 5, 6]
     assert found[0]["episodes_crc32"] == expected[0]["episodes_crc32"], "both sample the same from the seed"
-    assert found[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-7, nan_ok=True)
+    assert found[0]["engine/decoded"] == expected[0]["engine/decoded"], "of both engines"
+    same = [{k: v for k, v in lines[0].items() if not k.startswith("engine")} for lines in (found, expected)]
+    assert same[0] == pytest.approx(same[1], rel=1e-5, abs=1e-7)
     assert {"eval/em", "eval/recall"} <= found[1].keys() & found[5].keys()
     assert all(line["grad_norm"] > 0 for line in found)
     best = json.loads((tmp_path / "two" / "best.json").read_text())
