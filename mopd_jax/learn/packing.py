@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 
@@ -87,6 +88,18 @@ def _quarter(count: int, length: int) -> int:
     return min(length, quarter * max(1, -(-count // quarter)))
 
 
+def micro_batch_rows(length: int, micro_batch_tokens: int, shards: int) -> int:
+    """Returns B of micro-batches whose rows have `length` positions: whole rows, as many on every shard."""
+    return shards * max(1, micro_batch_tokens // length // shards)
+
+
+def micro_batch_shapes(length: int, micro_batch_tokens: int, shards: int) -> Packed:
+    """Returns the largest micro-batch that `pack` makes of rows of `length`, as shapes: M = T, every
+    position may be generated."""
+    rows = micro_batch_rows(length, micro_batch_tokens, shards)
+    return Packed(*[jax.ShapeDtypeStruct((rows, length), np.int32)] * len(Packed._fields))
+
+
 def pack(
     ids: Sequence[np.ndarray],
     masks: Sequence[np.ndarray],
@@ -112,7 +125,7 @@ def pack(
         raise ValueError("The first id of a row cannot be generated: nothing predicts it.")
     length = _bucket(max(map(len, ids)), buckets)
     bins = _first_fit([len(row) for row in ids], length)
-    rows = shards * max(1, micro_batch_tokens // length // shards)
+    rows = micro_batch_rows(length, micro_batch_tokens, shards)
     width = _quarter(max(sum(int(masks[i].sum()) for i in members) for members in bins), length)
     count = -(-len(bins) // rows)
     arrays = np.zeros((3, count, rows, length), np.int32)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -79,6 +79,11 @@ def make_mesh(shape: tuple[int, int, int], devices: list[jax.Device] | None = No
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
+def abstract_mesh(shape: tuple[int, int, int]) -> AbstractMesh:
+    """Returns a mesh without devices: enough to say how arrays would be laid out."""
+    return AbstractMesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
 @contextlib.contextmanager
 def on_mesh(mesh: Mesh) -> Iterator[None]:
     """Traces and runs for `mesh`: `constrain` and the axis names of the parameters take effect."""
@@ -125,6 +130,16 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an array that is whole on every device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def laid_out(shapes: Any, layout: Any) -> Any:
+    """Returns a tree of shapes as `ShapeDtypeStruct`s that carry their sharding.
+
+    `layout` is a tree of shardings like `shapes`, or one sharding for all of it.
+    """
+    if isinstance(layout, NamedSharding):
+        layout = jax.tree.map(lambda _: layout, shapes)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, layout)
 
 
 def abstract_params(model: nn.Module) -> dict[str, Any]:

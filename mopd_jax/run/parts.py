@@ -259,8 +259,7 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
             f"mesh.rollout_tensor = {tensor}, this process has {len(jax.local_devices())} devices: lower it."
         )
     mesh = sharding.make_mesh((1, 1, tensor), jax.local_devices()[:tensor])
-    sampled = dataclasses.replace(model.config, dtype=dtype(config.model.rollout), remat=False)
-    engine = Engine(Qwen3(sampled), tokens.eos_ids, team, candidates, rollout, mesh)
+    engine = make_engine(config, model, tokens.eos_ids, candidates, mesh)
     driver = Driver(
         engine,
         make_retriever(config),
@@ -273,6 +272,14 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
         seed=config.run.seed,
     )
     return Team(engine, driver, mesh)
+
+
+def make_engine(
+    config: Config, model: Qwen3, eos_ids: tuple[int, ...], candidates: int, mesh: Mesh
+) -> Engine:
+    """Returns an engine without weights that samples from `model` in `model.rollout` precision."""
+    sampled = dataclasses.replace(model.config, dtype=dtype(config.model.rollout), remat=False)
+    return Engine(Qwen3(sampled), eos_ids, config.team, candidates, config.rollout, mesh)
 
 
 def make_renderer(config: Config, tokens: Tokens) -> Renderer:

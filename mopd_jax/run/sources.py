@@ -131,6 +131,7 @@ class Reinforcement:
         with watch("rollout"):
             self._engine.load(params)
             episodes = self._driver.run(self._workflow, self._tasks(step))
+            self._engine.unload()
         check_aborted(episodes, self._config.retrieval.max_aborted_share, self._driver.retriever)
         rows = [row for _, row in flatten(episodes)]
         packed = pack_rows(rows, learn, self._shards)
