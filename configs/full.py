@@ -1,6 +1,7 @@
 """What the full-scale experiments share; no experiment itself. See stage1.py and stage2.py."""
 
 from mopd_jax.config import (
+    Attention,
     Backend,
     CheckpointConfig,
     Config,
@@ -32,6 +33,7 @@ def base() -> Config:
             frozen=Precision.BFLOAT16,
             rollout=Precision.BFLOAT16,
             remat=Remat.FULL,
+            attention=Attention.SPLASH,
         ),
         mesh=MeshConfig(shape=(1, 64, 1), rollout_tensor=4),
         data=DataConfig(

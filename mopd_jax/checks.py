@@ -12,7 +12,19 @@ import math
 import typing
 from collections.abc import Iterable, Iterator
 
-from mopd_jax.config import Backend, Chain, Config, Kind, Objective, RunConfig, Schedule, Wording, Workflow
+from mopd_jax.config import (
+    SPLASH_TILE,
+    Attention,
+    Backend,
+    Chain,
+    Config,
+    Kind,
+    Objective,
+    RunConfig,
+    Schedule,
+    Wording,
+    Workflow,
+)
 
 Finding = tuple[str, str]
 """Dotted field inside its config, and what is wrong with it."""
@@ -189,6 +201,11 @@ def _lengths(c: Config) -> Iterator[Finding]:
         return
     if buckets[-1] < c.team.row_tokens:
         yield "learn.row_buckets", f"the last must hold a row of team.row_tokens = {c.team.row_tokens}"
+    if c.model.attention is Attention.SPLASH and any(bucket % SPLASH_TILE for bucket in buckets):
+        yield (
+            "learn.row_buckets",
+            f"must be multiples of {SPLASH_TILE}: model.attention = splash works in tiles",
+        )
     if c.learn.micro_batch_tokens < buckets[-1]:
         yield "learn.micro_batch_tokens", f"must hold one row of the longest bucket, {buckets[-1]}"
 

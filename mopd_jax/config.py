@@ -13,6 +13,8 @@ MINIATURE = "miniature"
 """The embedded world, where a config names files."""
 RANDOM = "random"
 """Random weights with the embedded world's tokenizer, where a config names a model."""
+SPLASH_TILE = 128
+"""Rows of splash attention are a multiple of this many tokens, the width of a TPU's vectors."""
 
 
 class Kind(enum.Enum):
@@ -103,6 +105,13 @@ class Remat(enum.Enum):
     FULL = "full"
 
 
+class Attention(enum.Enum):
+    """What computes attention over packed rows."""
+
+    XLA = "xla"
+    SPLASH = "splash"
+
+
 @dataclass
 class RunConfig:
     dir: str = "runs/default"
@@ -154,6 +163,9 @@ class ModelConfig:
     """Type of the sampler's weights and caches."""
     remat: Remat = Remat.NONE
     """Recompute each layer in the backward pass (FULL) or keep its activations (NONE)."""
+    attention: Attention = Attention.XLA
+    """Attention of learner and scorer: plain XLA, or the TPU kernel that never holds the scores of a row
+    (SPLASH; a CPU interprets it, slowly, for tests). Sampling has its own."""
 
 
 @dataclass

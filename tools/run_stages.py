@@ -25,6 +25,7 @@ LAPTOP = (
     "--config.model.frozen=float32",
     "--config.model.rollout=float32",
     "--config.model.remat=none",
+    "--config.model.attention=xla",
     "--config.retrieval.backend=bm25",
     "--config.team.row_tokens=1536",
     "--config.team.document_tokens=256",

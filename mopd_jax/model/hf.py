@@ -125,8 +125,8 @@ def _layout(config: Qwen3Config) -> dict[str, _Leaf]:
     return layout
 
 
-def read_config(folder: epath.PathLike, dtype: jnp.dtype = jnp.float32, remat: bool = False) -> Qwen3Config:
-    """Returns the sizes in a folder's config.json, to be computed in `dtype`.
+def read_config(folder: epath.PathLike) -> Qwen3Config:
+    """Returns the sizes in a folder's config.json; how they are computed is left at its defaults.
 
     Raises:
       FileNotFoundError: there is no config.json.
@@ -144,7 +144,7 @@ def read_config(folder: epath.PathLike, dtype: jnp.dtype = jnp.float32, remat: b
         if field not in found:
             raise _unsupported(path, field, "nothing", "a value")
     sizes = {ours: found[theirs] for ours, theirs in _SIZES.items()}
-    return Qwen3Config(**sizes, rope_theta=_rope_theta(path, found), dtype=dtype, remat=remat)
+    return Qwen3Config(**sizes, rope_theta=_rope_theta(path, found))
 
 
 def fingerprint(folder: epath.PathLike) -> str:

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from mopd_jax.model import attention
+from mopd_jax.config import Attention
+from mopd_jax.model import attention, splash
 from mopd_jax.model.cache import KVCache, append_history, append_turn, load, stored_dtype
 from mopd_jax.model.sharding import constrain
 
@@ -41,6 +42,8 @@ class Qwen3Config:
     """Type of activations and of the operands of matrix products."""
     remat: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
+    attention: Attention = Attention.XLA
+    """What computes attention over packed rows; prefill and decode have their own."""
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -78,14 +81,19 @@ class Context(Protocol):
         """Returns the attention, shaped like `q` [rows, T, N, H], and the cache with k and v in it."""
 
 
+PACKED = {Attention.XLA: attention.attend, Attention.SPLASH: splash.attend}
+"""Choice → attention over packed rows: (q, k, v, segments) → out."""
+
+
 @flax.struct.dataclass
 class PackedContext:
     """Packed rows: the tokens before in the same segment, no cache."""
 
     segments: jax.Array  # [B, T]
+    attention: Attention = flax.struct.field(pytree_node=False, default=Attention.XLA)
 
     def attend(self, q, k, v, cache, layer):
-        return attention.attend(q, k, v, self.segments), cache
+        return PACKED[self.attention](q, k, v, self.segments), cache
 
 
 @flax.struct.dataclass
@@ -191,7 +199,7 @@ class Embedding(nn.Module):
         return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Grouped-query attention with RMS-normed queries and keys and rotary positions."""
 
     config: Qwen3Config
@@ -236,7 +244,9 @@ class Layer(nn.Module):
         x, cache = carry
         D, eps = self.config.hidden_size, self.config.rms_norm_eps
         normed = RMSNorm(D, "norm", eps, name="attn_norm")(x)
-        mixed, cache = Attention(self.config, name="attention")(normed, layer, positions_BT, context, cache)
+        mixed, cache = SelfAttention(self.config, name="attention")(
+            normed, layer, positions_BT, context, cache
+        )
         x = constrain(x + mixed, "batch", "length", "width")
         x = x + MLP(self.config, name="mlp")(RMSNorm(D, "norm", eps, name="mlp_norm")(x))
         return (constrain(x, "batch", "length", "width"), cache), None
@@ -270,7 +280,7 @@ class Qwen3(nn.Module):
 
         Tokens see the earlier tokens of their own segment. Segment 0 is padding: finite and meaningless.
         """
-        return self._run(ids_BT, positions_BT, PackedContext(segments_BT), None)[0]
+        return self._run(ids_BT, positions_BT, PackedContext(segments_BT, self.config.attention), None)[0]
 
     def extend(self, cache: KVCache, ids_RT: jax.Array, groups_R: jax.Array, lengths_R: jax.Array) -> KVCache:
         """Returns the cache with `ids[r, :lengths[r]]` appended to the history of group `groups[r]`.

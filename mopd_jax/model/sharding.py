@@ -7,6 +7,7 @@ never a silently replicated array.
 """
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from mopd_jax.config import Attention
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -172,9 +175,11 @@ def init_params(
 
 
 def _boxed_params(model: nn.Module, key: jax.Array) -> dict[str, Any]:
-    # One token per data shard: the fewest rows that the constraints inside the model accept.
+    # One token per data shard: the fewest rows that the constraints inside the model accept, and fewer than
+    # splash attention does; parameters are the same for either.
     mesh = jax.sharding.get_abstract_mesh()
     token = jnp.zeros((1 if mesh.empty else row_shards(mesh), 1), jnp.int32)
+    model = model.clone(config=dataclasses.replace(model.config, attention=Attention.XLA))
     return model.init(key, token, token, token, method="logits")["params"]
 
 

@@ -153,17 +153,21 @@ def open_model(spec: str, config: Config) -> Opened:
 
     Args:
       spec: as `model.init`: a Hugging Face folder, a run folder, or "random".
-      config: gives compute precision, rematerialisation and, for "random", sizes.
+      config: gives precision, rematerialisation and attention and, for "random", sizes.
 
     Raises:
       FileNotFoundError, ValueError: what is missing or does not fit, named.
     """
     folder = _folder(spec, config)
     tokens = Tokens.from_folder(folder)
-    compute, remat = dtype(config.model.compute), config.model.remat is Remat.FULL
-    if spec == RANDOM:
-        return Opened(spec, folder, tokens, Qwen3(_random_config(config, tokens, compute, remat)))
-    return Opened(spec, folder, tokens, Qwen3(hf.read_config(folder, compute, remat)))
+    sizes = _random_config(config, tokens) if spec == RANDOM else hf.read_config(folder)
+    network = dataclasses.replace(
+        sizes,
+        dtype=dtype(config.model.compute),
+        remat=config.model.remat is Remat.FULL,
+        attention=config.model.attention,
+    )
+    return Opened(spec, folder, tokens, Qwen3(network))
 
 
 def load_params(opened: Opened, mesh: Mesh, stored: Precision, seed: int) -> Any:
@@ -221,12 +225,10 @@ def check_language(folder: epath.Path, team: TeamConfig) -> None:
             )
 
 
-def _random_config(config: Config, tokens: Tokens, compute: jnp.dtype, remat: bool) -> Qwen3Config:
+def _random_config(config: Config, tokens: Tokens) -> Qwen3Config:
     sizes = vars(config.model.architecture)
     length = config.team.row_tokens
-    return Qwen3Config(
-        **sizes, vocab_size=tokens.vocab_size, max_position_embeddings=length, dtype=compute, remat=remat
-    )
+    return Qwen3Config(**sizes, vocab_size=tokens.vocab_size, max_position_embeddings=length)
 
 
 @dataclass(frozen=True)
