@@ -12,7 +12,7 @@ from absl import flags as absl_flags
 
 from mopd_jax import checks, flags
 from mopd_jax.checks import ConfigError, validate
-from mopd_jax.config import Backend, Chain, Config, Kind, Objective, Schedule, Wording, Workflow
+from mopd_jax.config import Attention, Backend, Chain, Config, Kind, Objective, Schedule, Wording, Workflow
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -322,6 +322,11 @@ def test_every_number_has_a_bound():
         (stage2, {"learn.row_buckets": (2048, 1024, 8192)}, "must be ascending lengths"),
         (stage2, {"learn.row_buckets": ()}, "must be ascending lengths"),
         (stage2, {"learn.row_buckets": (1024, 4096)}, "the last must hold a row of team.row_tokens = 8192"),
+        (
+            stage2,
+            {"model.attention": Attention.SPLASH, "learn.row_buckets": (1000, 8192)},
+            "config.learn.row_buckets = (1000, 8192): must be multiples of 128: model.attention = splash",
+        ),
         (stage2, {"learn.micro_batch_tokens": 4096}, "must hold one row of the longest bucket, 8192"),
         (stage2, {"team.searcher_tokens": 8192}, "does not fit into a row of team.row_tokens = 8192"),
         (stage2, {"team.leader_turns": 1}, "must be at least 2"),

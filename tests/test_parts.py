@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mopd_jax.config import ArchitectureConfig, Backend, Config, Kind, Precision, Remat, Wording
+from mopd_jax.config import ArchitectureConfig, Attention, Backend, Config, Kind, Precision, Remat, Wording
 from mopd_jax.data import miniature
 from mopd_jax.model import hf, sharding
 from mopd_jax.run import parts
@@ -105,11 +105,12 @@ def test_random_weights_have_the_worlds_words_and_the_configs_sizes(config):
     assert parts.open_model("random", config).tokens.fingerprint == opened.tokens.fingerprint
 
 
-def test_precision_and_rematerialisation_come_from_the_config(run, config):
+def test_how_a_model_computes_comes_from_the_config(run, config):
     config.model.compute, config.model.remat = Precision.BFLOAT16, Remat.FULL
+    config.model.attention = Attention.SPLASH
     for spec in ("random", str(run)):
         found = parts.open_model(spec, config).model.config
-        assert found.dtype == jnp.bfloat16 and found.remat
+        assert found.dtype == jnp.bfloat16 and found.remat and found.attention is Attention.SPLASH
 
 
 def test_weights_come_back_as_they_were_exported(run, weights, config):

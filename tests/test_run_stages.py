@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mopd_jax import flags
-from mopd_jax.config import Backend, Kind, Objective, Workflow
+from mopd_jax.config import Attention, Backend, Kind, Objective, Workflow
 from mopd_jax.data.answers import normalise
 from mopd_jax.data.questions import load_questions
 from mopd_jax.data.recall import findable, holds
@@ -115,6 +115,7 @@ def test_files_seed_and_overrides_reach_every_phase(commands):
         assert (config.retrieval.backend, config.retrieval.corpus) == (Backend.BM25, "corpus.jsonl")
         assert (config.run.seed, config.optim.b2, config.team.row_tokens) == (5, 0.5, 1000)
         assert config.mesh.shape == (1, 1, 1) and config.eval.every == 0
+        assert config.model.attention is Attention.XLA
 
 
 def test_demonstrations_that_are_there_are_not_made_again(tmp_path):
