@@ -21,6 +21,7 @@ from ml_collections import config_flags
 import mopd_jax.config
 from mopd_jax.checks import ConfigError, describe_type, field_types, unknown_field, validate
 from mopd_jax.config import Chain, Config, Kind
+from mopd_jax.published import QWEN3
 
 absl.flags.disclaim_key_flags()
 
@@ -50,6 +51,12 @@ def define_config(
         lock_config=False,
         sys_argv=None if argv is None else list(argv),
     )
+
+
+def define_sizes(flag_values: absl.flags.FlagValues = absl.flags.FLAGS) -> absl.flags.FlagHolder:
+    """Defines `--sizes`, the model to plan with where `model.init` is no folder on this machine."""
+    text = "Sizes of the model where model.init is no folder on this machine."
+    return absl.flags.DEFINE_enum("sizes", "qwen3-4b", list(QWEN3), text, flag_values=flag_values)
 
 
 def parse(
