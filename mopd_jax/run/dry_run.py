@@ -109,7 +109,7 @@ def _memory(plan: Plan, chip: str) -> Iterator[str]:
 def _time(plan: Plan, chip: Chip) -> Iterator[str]:
     unit, count = _unit(plan.config)
     seconds = {}
-    if plan.engine:
+    if plan.engine and plan.config.train.kind is not Kind.SUPERVISED:
         seconds |= _sampling_seconds(plan, chip, _workflows(plan.config))
     if plan.learner:
         seconds |= _learning_seconds(plan, chip, _training_rows(plan.config))
