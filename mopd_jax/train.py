@@ -97,7 +97,7 @@ def train(name: str, config: Config) -> bool:
         while done < steps and not stop:
             batch = source.batch(done, state.params, watch)
             if done == 0:
-                console.show_row(*sources.decoded(batch.rows[batch.packed.indices[0]], student.tokens))
+                console.show_row(*sources.decoded(batch.rows[batch.packed.twins[0][0]], student.tokens))
             with watch("update"):
                 state, metrics = _update(learner, state, batch, config, done)
             done += 1

@@ -19,7 +19,7 @@ from mopd_jax.learn.advantages import Advantages, RowScores, token_advantages
 from mopd_jax.learn.learner import Learner, NonFiniteLoss, learning_rate
 from mopd_jax.learn.loss import Streams
 from mopd_jax.learn.score import Frozen, Scorer
-from mopd_jax.learn.streams import TokenRows, imitation_streams, pack_rows, policy_streams
+from mopd_jax.learn.streams import TokenRows, imitation_streams, pack_rows, policy_streams, twin_keys
 from mopd_jax.model import sharding
 from mopd_jax.team.episode import Role, Row
 from tests.fakes import make_episode, make_row
@@ -299,6 +299,23 @@ def test_gradient_does_not_depend_on_packing_padding_and_micro_batches(learner, 
     expected, _ = learner.gradient(params, narrow.batch.micros, streams)
     assert len(streams) == 2
     assert_same_tree(found, expected)
+
+
+def test_equal_candidates_packed_once_give_the_loss_and_gradient_of_all_of_them(learner, scorer, params):
+    """Rewards by exact match, groups, scores and streams as in a training step, with and without twins."""
+    replies = ["Rome"] * 3 + ["Paris"] * 2
+    said = dict(zip(("Rome", "Paris"), make_rows("....xxxx", "....xxxx"), strict=True))
+    rows = [replace(said[body], role=Role.ANSWERER, body=body, candidate=i) for i, body in enumerate(replies)]
+    episodes, sums = [make_episode(*rows)], {}
+    for name, keys in (("once", twin_keys(episodes)), ("each", None)):
+        packed = pack_rows(rows, LEARN, 1, keys)
+        scores = score(scorer, params, packed, len(rows))
+        advantages = token_advantages(episodes, LEARN, scores)
+        streams = policy_streams(rows, packed, advantages, [s.old for s in scores], LEARN)
+        sums[name] = learner.gradient(params, packed.batch.micros, streams)
+        assert len(packed.twins) == {"once": 2, "each": 5}[name]
+    assert_same_tree(sums["once"], sums["each"])
+    assert abs(float(sums["once"][1].loss)) > 1e-3
 
 
 def test_padding_contributes_exactly_nothing(learner, params, signals, expected):

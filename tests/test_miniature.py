@@ -222,6 +222,15 @@ def test_the_clean_expert_is_limited_by_the_search_alone(clean):
         )
 
 
+def test_sub_tasks_that_nobody_needs_do_not_mislead_the_answerer(world, search):
+    """A restless Leader uses all its turns; the Answerer finds what was asked among the results."""
+    plain = _played(Workflow.HIERARCHY, Noise(), world, search)
+    restless = _played(Workflow.HIERARCHY, Noise(restless=1.0), world, search)
+    searches = [np.mean([outcome.searches for _, _, outcome in played]) for played in (plain, restless)]
+    assert searches[1] > searches[0] + 1.5
+    assert _accuracy(restless) > _accuracy(plain) - 0.02
+
+
 def test_without_search_experts_only_guess(world, search):
     for workflow in Workflow:
         played = _played(workflow, Noise(skip=1.0), world, search)

@@ -94,16 +94,23 @@ def test_nothing_is_lost_moved_or_doubled(shapes, buckets, shards, micro_batch_t
             packed.positions[b, packed.source[b, place.m]] + 1, masks[index].nonzero()[0]
         )
 
-    # One shape: the shortest bucket, whole packed rows on every shard, as many as the tokens allow.
-    longest = max(map(len, ids))
-    rows, length = batch.micros[0].ids.shape
-    assert length == min(bucket for bucket in buckets if bucket >= longest)
-    assert rows % shards == 0 and rows * length <= max(micro_batch_tokens, shards * length)
-    assert len({tuple(array.shape for array in packed) for packed in batch.micros}) == 1
-    assert batch.micros[0].source.shape[1] in {min(length, -(-length // 4) * q) for q in (1, 2, 3, 4)}
-    # A micro-batch is opened only when the ones before it cannot hold the packed rows.
-    used = sum(int(packed.segments.any(axis=1).sum()) for packed in batch.micros)
-    assert len(batch.micros) == -(-used // rows)
+    # One shape per bucket: whole packed rows on every shard, as many as the tokens allow.
+    shapes = {packed.ids.shape[1]: tuple(array.shape for array in packed) for packed in batch.micros}
+    assert all(
+        shapes[packed.ids.shape[1]] == tuple(array.shape for array in packed) for packed in batch.micros
+    )
+    for length, ((rows, _), *_, (_, width)) in shapes.items():
+        assert rows % shards == 0 and rows * length <= max(micro_batch_tokens, shards * length)
+        assert width in {min(length, -(-length // 4) * quarters) for quarters in (1, 2, 3, 4)}
+    # No row lies in a shorter bucket than holds it; only the longest that is needed has padded rows, and a
+    # micro-batch of it is opened only when the ones before it cannot hold the packed rows.
+    longest = min(bucket for bucket in buckets if bucket >= max(map(len, ids)))
+    assert max(shapes) == longest
+    for packed in batch.micros:
+        assert packed.ids.shape[1] == longest or packed.segments.any(axis=1).all()
+    last = [packed for packed in batch.micros if packed.ids.shape[1] == longest]
+    used = sum(int(packed.segments.any(axis=1).sum()) for packed in last)
+    assert len(last) == -(-used // len(last[0].ids))
 
 
 @settings(deadline=None, max_examples=30)
@@ -118,6 +125,17 @@ def test_gather_undoes_scatter_and_padding_is_zero(shapes, micro_batch_tokens):
     for stream, back in zip(streams, batch.gather(laid), strict=True):
         np.testing.assert_array_equal(stream, back)
     assert sum(np.count_nonzero(array) for array in laid) == sum(map(len, streams))
+
+
+def test_short_rows_fill_micro_batches_of_their_own_and_the_rest_moves_on():
+    """Two packed rows of 8 are a micro-batch of 16 tokens: 7 and 6 fill one, 3 joins the rows of 16."""
+    ids, masks = make_rows([(n, [1]) for n in (3, 6, 16, 7, 12)])
+    batch = pack(ids, masks, (8, 16), 16, 1)
+    lengths = [
+        [np.unique(row[row > 0], return_counts=True)[1].tolist() for row in p.segments] for p in batch.micros
+    ]
+    assert lengths == [[[7], [6]], [[16]], [[12, 3]]]
+    assert [place.micro for place in batch.places] == [2, 0, 1, 0, 2]
 
 
 def test_order_of_the_rows_changes_only_places():

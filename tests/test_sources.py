@@ -8,6 +8,7 @@ import pytest
 from mopd_jax.config import Config, LearnConfig, TeamConfig, TrainConfig
 from mopd_jax.data import miniature
 from mopd_jax.data.demonstrations import Conversation, FileDemonstrations
+from mopd_jax.learn.streams import pack_rows, twin_keys
 from mopd_jax.retrieval.search import Document
 from mopd_jax.rollout.driver import Driver, Task
 from mopd_jax.rollout.render import Renderer
@@ -17,7 +18,7 @@ from mopd_jax.team.episode import Message, Role, Status
 from mopd_jax.team.workflows import cascade
 from tests import engines
 from tests.engines import ScriptedEngine, script
-from tests.fakes import make_question, make_row
+from tests.fakes import make_episode, make_question, make_row
 
 TOKENS, PROMPTS, WORLD = engines.tokens(), miniature.PROMPTS, miniature.World(0)
 EOT = TOKENS.end_of_turn_id
@@ -181,15 +182,20 @@ def test_a_row_of_one_span_is_shown_whole():
     assert decoded(row, TOKENS) == ("leader, truncated: context", [(TOKENS.decode([0, 1, 2]), False)])
 
 
-def test_speed_counts_sampled_tokens_in_rollouts_and_whole_rows_in_training():
-    rows = [make_row(Role.LEADER, mask=(0, 0, 1, 1)), make_row(Role.SEARCHER, mask=(0, 1))]
-    batch = LearnerBatch(rows, packed=None, streams=[])
+def test_speed_counts_sampled_tokens_in_rollouts_and_packed_ones_in_training():
+    rows = [
+        make_row(Role.LEADER, mask=(0, 0, 1, 1)),
+        make_row(Role.ANSWERER, mask=(0, 1)),
+        make_row(Role.ANSWERER, mask=(0, 1), candidate=1),
+    ]
+    packed = pack_rows(rows, LearnConfig(row_buckets=(8,)), 1, twin_keys([make_episode(*rows)]))
+    batch = LearnerBatch(rows, packed, streams=[])
     assert speed(batch, {"rollout": 0.5, "score": 2.0, "update": 3.0, "eval": 7.0}) == {
         "seconds/rollout": 0.5,
         "seconds/score": 2.0,
         "seconds/update": 3.0,
         "seconds/eval": 7.0,
-        "tokens_per_s/rollout": 6.0,
+        "tokens_per_s/rollout": 8.0,
         "tokens_per_s/score": 3.0,
         "tokens_per_s/update": 2.0,
     }

@@ -15,9 +15,10 @@ from mopd_jax.learn.streams import (
     pack_rows,
     policy_streams,
     token_weights,
+    twin_keys,
 )
 from mopd_jax.team.episode import Role, Row, Status
-from tests.fakes import make_row
+from tests.fakes import make_answers, make_episode, make_row
 
 LEARN = LearnConfig(row_buckets=(8,), micro_batch_tokens=16)
 
@@ -84,7 +85,7 @@ def test_a_token_that_is_left_out_still_counts_in_the_denominator():
 
 def test_rows_without_a_generated_token_are_not_packed_but_keep_their_place():
     packed = pack_rows(ROWS, LEARN, shards=1)
-    assert packed.indices == (0, 1, 3)
+    assert packed.twins == ((0,), (1,), (3,))
     arrays = packed.scatter(numbered(ROWS, 1.0))
     assert sorted(np.concatenate([a.ravel() for a in arrays])) == [0] * (arrays[0].size - 8) + list(
         range(1, 9)
@@ -153,6 +154,29 @@ def test_only_silences_the_other_roles():
         for mine, whole in zip(alone, streams, strict=True):
             np.testing.assert_array_equal(mine.advantage, whole.advantage)
             np.testing.assert_array_equal(mine.old, whole.old)
+
+
+def test_only_equal_candidates_of_one_request_are_twins():
+    answers = make_answers("Paris", "Paris", "Rome", "Paris", "Paris")
+    answers[2].ids = answers[2].ids + 1
+    answers[3].logps = answers[3].logps * 2
+    searches = [make_row(Role.SEARCHER), make_row(Role.SEARCHER)]
+    later = make_answers("Paris", session=2)
+    episodes = [make_episode(*searches, *answers, *later), make_episode(*answers[:1], workflow=1)]
+    rows = [row for episode in episodes for row in episode.rows]
+    packed = pack_rows(rows, LEARN, 1, twin_keys(episodes))
+    assert packed.twins == ((0,), (1,), (2, 3, 6), (4,), (5,), (7,), (8,))
+
+
+def test_twins_share_one_packed_row_and_add_their_weights():
+    rows = make_answers("Paris", "Paris", "Paris")
+    packed = pack_rows(rows, LEARN, 1, twin_keys([make_episode(*rows)]))
+    assert int((packed.batch.micros[0].segments > 0).sum()) == len(rows[0].ids)
+    values = [np.array([3.0, 5.0], np.float32)] * 3
+    arrays = packed.scatter(values)
+    assert arrays[0].sum() == 8
+    assert [stream.tolist() for stream in packed.gather(arrays, 3)] == [[3, 5]] * 3
+    assert packed.scatter_sum(values)[0].sum() == 24
 
 
 def test_imitation_weighs_all_generated_tokens_alike():

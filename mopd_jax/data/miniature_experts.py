@@ -15,7 +15,7 @@ import numpy as np
 from mopd_jax.config import TeamConfig, Workflow
 from mopd_jax.data import miniature
 from mopd_jax.data.demonstrations import Conversation, act_out
-from mopd_jax.data.miniature import UNKNOWN, World, parse_chain
+from mopd_jax.data.miniature import UNKNOWN, World, chain_text, parse_chain
 from mopd_jax.retrieval.miniature import MiniatureSearch
 from mopd_jax.retrieval.search import Document, Retriever
 from mopd_jax.team.episode import Message, Outcome, Role, SampleRequest
@@ -38,15 +38,27 @@ class Noise:
     """A Searcher's turn breaks the grammar."""
     hasty: float = 0.0
     """The Leader asks for the answer after a sub-task although more are needed."""
+    restless: float = 0.0
+    """The Leader sets one more sub-task although everything is found, once and again."""
     mistaken: float = 0.0
     """The Answerer names something else."""
 
 
 STREAMS = {
-    "facts": Noise(),
-    "noisy": Noise(skip=0.25, vague=0.2, impatient=0.6, short=0.4, malformed=0.05, hasty=0.25, mistaken=0.05),
+    "facts": Noise(restless=0.4),
+    "noisy": Noise(
+        skip=0.25,
+        vague=0.2,
+        impatient=0.6,
+        short=0.4,
+        malformed=0.05,
+        hasty=0.25,
+        restless=0.2,
+        mistaken=0.05,
+    ),
 }
-"""The streams of the warm-up: clean look-ups, then what makes the base policy as weak as it should be."""
+"""The streams of the warm-up: look-ups without a mistake, then what makes the base policy as weak as it
+should be. Sub-tasks that nobody needs are in both: an Answerer must find what was asked among the results."""
 
 K = 3
 """Documents per search [P]."""
@@ -106,15 +118,20 @@ def play(
 def _leader(message: Message, team: TeamConfig, noise: Noise, rng: np.random.Generator) -> Expert:
     """Asks for one fact after the other; a fact that was not found is asked for again."""
     subject, relations = parse_chain(message.content)
-    remaining = list(relations)
+    people, remaining = [subject], list(relations)
     for _ in range(team.leader_turns - 1):
-        if not remaining:
+        if remaining:
+            task = chain_text(people[-1], remaining[:1])
+        elif rng.random() < noise.restless:
+            task = chain_text(rng.choice(people), rng.choice(miniature.RELATIONS, 1))
+        else:
             break
-        message = yield f"<task>{subject}'s {remaining[0]}</task>"
+        message = yield f"<task>{task}</task>"
         found = re.search(r">(.*)</result>", message.content)[1]
-        if found != UNKNOWN:
-            subject = found
+        if remaining and found != UNKNOWN:
             remaining.pop(0)
+            if remaining:
+                people.append(found)
         if rng.random() < noise.hasty:
             break
     yield "<request_answer></request_answer>"
@@ -153,13 +170,21 @@ def _searcher(message: Message, team: TeamConfig, noise: Noise, rng: np.random.G
 
 
 def _answerer(message: Message, team: TeamConfig, noise: Noise, rng: np.random.Generator) -> Expert:
-    """Gives the last thing that was found."""
+    """Follows the question's chain through the results; where it breaks off, gives the last thing found."""
     del team
-    results = re.findall(r"Result: (\w+)", message.content)
-    found = [result for result in results if result != UNKNOWN]
-    _, relations = parse_chain(message.content.split("Task 1")[0])
-    guessing = not found or rng.random() < noise.mistaken
-    yield f"<answer>{_guess(relations[-1], rng) if guessing else found[-1]}</answer>"
+    question, *notes = message.content.split("Task ")
+    subject, relations = parse_chain(question)
+    left, found = relations, None
+    for note in notes:
+        task, _, result = note.strip().partition(" Result: ")
+        if result == UNKNOWN or not left:
+            continue
+        about, asked = parse_chain(task)
+        if (about, asked) == (subject, left[: len(asked)]):
+            subject, left = result, left[len(asked) :]
+        found = result
+    guessing = found is None or rng.random() < noise.mistaken
+    yield f"<answer>{_guess(relations[-1], rng) if guessing else found}</answer>"
 
 
 EXPERTS: dict[Role, Callable[[Message, TeamConfig, Noise, np.random.Generator], Expert]] = {

@@ -1,4 +1,4 @@
-"""Rows of any length into rectangles: first fit, segment ids, generated positions gathered.
+"""Rows of any length into rectangles: buckets, first fit, segment ids, generated positions gathered.
 
 Shape letters: B packed rows of one micro-batch, T positions, M gathered (generated) positions.
 """
@@ -40,7 +40,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Micro-batches of one shape, and where each input row went."""
+    """Micro-batches, of one shape per bucket, and where each input row went."""
 
     micros: tuple[Packed, ...]
     places: tuple[Place, ...]
@@ -109,10 +109,13 @@ def pack(
 ) -> Batch:
     """Packs rows for the learner.
 
+    A row goes where the shortest bucket holds it, since attention costs the square of T. Rows that would
+    leave a micro-batch of their bucket partly empty move on to the next; only the last has padded rows.
+
     Args:
       ids: int32 [T_i] per row.
       masks: bool [T_i] per row, True on generated ids; the first id of a row is never generated.
-      buckets: allowed T, ascending; the shortest that holds the longest row is taken.
+      buckets: allowed T, ascending.
       micro_batch_tokens: B × T of a micro-batch, rounded to whole rows on every shard.
       shards: B is a multiple of this.
 
@@ -123,26 +126,50 @@ def pack(
         raise ValueError("Nothing to pack: the batch has no rows with generated tokens.")
     if any(mask[0] for mask in masks):
         raise ValueError("The first id of a row cannot be generated: nothing predicts it.")
-    length = _bucket(max(map(len, ids)), buckets)
-    bins = _first_fit([len(row) for row in ids], length)
-    rows = micro_batch_rows(length, micro_batch_tokens, shards)
+    own = [_bucket(len(row), buckets) for row in ids]
+    micros: list[Packed] = []
+    places: dict[int, Place] = {}
+    waiting: list[int] = []
+    for length in sorted(set(own)):
+        waiting = sorted(waiting + [i for i, bucket in enumerate(own) if bucket == length])
+        bins = [
+            [waiting[i] for i in members] for members in _first_fit([len(ids[i]) for i in waiting], length)
+        ]
+        rows = micro_batch_rows(length, micro_batch_tokens, shards)
+        count = -(-len(bins) // rows) if length == max(own) else len(bins) // rows
+        waiting = [i for members in bins[count * rows :] for i in members]
+        if count:
+            packed, where = _fill(bins[: count * rows], ids, masks, (count, rows, length), len(micros))
+            micros += packed
+            places |= where
+    return Batch(tuple(micros), tuple(places[i] for i in range(len(ids))))
+
+
+def _fill(
+    bins: Sequence[Sequence[int]],
+    ids: Sequence[np.ndarray],
+    masks: Sequence[np.ndarray],
+    shape: tuple[int, int, int],
+    first: int,
+) -> tuple[list[Packed], dict[int, Place]]:
+    """Lays bins out in micro-batches [count, B, T], numbered from `first`; where each row went."""
+    count, _, length = shape
     width = _quarter(max(sum(int(masks[i].sum()) for i in members) for members in bins), length)
-    count = -(-len(bins) // rows)
-    arrays = np.zeros((3, count, rows, length), np.int32)
-    gathered = np.zeros((2, count, rows, width), np.int32)
-    places: list[Place | None] = [None] * len(ids)
+    arrays = np.zeros((3, *shape), np.int32)
+    gathered = np.zeros((2, *shape[:2], width), np.int32)
+    places: dict[int, Place] = {}
     for number, members in enumerate(bins):
         # Bins are dealt out in turn, so that no micro-batch gets all the long rows.
         micro, b = number % count, number // count
         t = m = 0
         for segment, index in enumerate(members, start=1):
             n, generated = len(ids[index]), np.flatnonzero(masks[index])
+            stretch = slice(m, m + len(generated))
             arrays[0, micro, b, t : t + n] = ids[index]
             arrays[1, micro, b, t : t + n] = np.arange(n)
             arrays[2, micro, b, t : t + n] = segment
-            places[index] = Place(micro, b, slice(m, m + len(generated)))
-            gathered[0, micro, b, places[index].m] = t + generated - 1
-            gathered[1, micro, b, places[index].m] = ids[index][generated]
-            t, m = t + n, m + len(generated)
-    micros = tuple(Packed(*arrays[:, i], *gathered[:, i]) for i in range(count))
-    return Batch(micros, tuple(places))
+            gathered[0, micro, b, stretch] = t + generated - 1
+            gathered[1, micro, b, stretch] = ids[index][generated]
+            places[index] = Place(first + micro, b, stretch)
+            t, m = t + n, stretch.stop
+    return [Packed(*arrays[:, i], *gathered[:, i]) for i in range(count)], places

@@ -4,7 +4,7 @@ Shape letters: B packed rows, M gathered (generated) positions of a packed row.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -14,33 +14,50 @@ from mopd_jax.config import Denominator, LearnConfig
 from mopd_jax.learn.advantages import Advantages
 from mopd_jax.learn.loss import Streams
 from mopd_jax.learn.packing import Batch, Packed, pack
-from mopd_jax.team.episode import Role, Row
+from mopd_jax.team.episode import Episode, Role, Row
 
 
 @dataclass(frozen=True)
 class TokenRows:
     """The rows of a batch that hold generated tokens, and where they are packed."""
 
-    indices: tuple[int, ...]
-    """Their positions among all rows."""
+    twins: tuple[tuple[int, ...], ...]
+    """Positions among all rows: those of one tuple are equal in everything and are packed as one row."""
     batch: Batch
 
     def gather(self, arrays: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
         """Returns the streams of all `count` rows [generated tokens], empty where a row has none."""
         streams = [np.zeros(0, np.float32)] * count
-        for index, stream in zip(self.indices, self.batch.gather(arrays), strict=True):
-            streams[index] = stream
+        for twins, stream in zip(self.twins, self.batch.gather(arrays), strict=True):
+            for index in twins:
+                streams[index] = stream
         return streams
 
     def scatter(self, streams: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The inverse of `gather`: float32 [B, M] per micro-batch."""
-        return self.batch.scatter([streams[index] for index in self.indices])
+        """Lays out streams in which twins agree, the inverse of `gather`: float32 [B, M] per micro-batch."""
+        return self.batch.scatter([streams[twins[0]] for twins in self.twins])
+
+    def scatter_sum(self, streams: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Lays out streams, summed over twins: float32 [B, M] per micro-batch."""
+        return self.batch.scatter([sum(streams[index] for index in twins) for twins in self.twins])
 
 
-def pack_rows(rows: Sequence[Row], learn: LearnConfig, shards: int) -> TokenRows:
-    """Packs the rows that hold generated tokens; see `packing.pack` for the errors."""
-    indices = tuple(i for i, row in enumerate(rows) if row.mask.any())
-    kept = [rows[i] for i in indices]
+def pack_rows(
+    rows: Sequence[Row], learn: LearnConfig, shards: int, keys: Sequence[Hashable] | None = None
+) -> TokenRows:
+    """Packs the rows that hold generated tokens; see `packing.pack` for the errors.
+
+    Args:
+      rows: of the whole batch.
+      learn: buckets and size of a micro-batch.
+      shards: over which rows are split.
+      keys: one per row; rows with equal keys are packed once (see `twin_keys`). None: every row is.
+    """
+    twins: dict[Hashable, list[int]] = {}
+    for index, row in enumerate(rows):
+        if row.mask.any():
+            twins.setdefault(index if keys is None else keys[index], []).append(index)
+    kept = [rows[indices[0]] for indices in twins.values()]
     batch = pack(
         [row.ids for row in kept],
         [row.mask for row in kept],
@@ -48,7 +65,22 @@ def pack_rows(rows: Sequence[Row], learn: LearnConfig, shards: int) -> TokenRows
         learn.micro_batch_tokens,
         shards,
     )
-    return TokenRows(indices, batch)
+    return TokenRows(tuple(map(tuple, twins.values())), batch)
+
+
+def twin_keys(episodes: Sequence[Episode]) -> list[Hashable]:
+    """Returns one key per row of all episodes, in order, equal for candidates that gave the same answer.
+
+    Candidates of one answer request share prompt and reward group: with the same ids and log-probs they have
+    the same reward and advantage, so that one row with the summed weight gives the same loss and gradient.
+    """
+    return [
+        (number, row.session, row.ids.tobytes(), row.logps.tobytes())
+        if row.role is Role.ANSWERER
+        else (number, position)
+        for number, episode in enumerate(episodes)
+        for position, row in enumerate(episode.rows)
+    ]
 
 
 def generated_tokens(rows: Sequence[Row]) -> Counter[Role]:
@@ -94,7 +126,7 @@ def policy_streams(
     sampler = [row.logps[row.mask] for row in rows] if weighted else None
     columns = [
         packed.scatter(advantages.values),
-        packed.scatter(token_weights(rows, advantages.masks, learn)),
+        packed.scatter_sum(token_weights(rows, advantages.masks, learn)),
         packed.scatter(old),
         packed.scatter(sampler) if weighted else [None] * len(packed.batch.micros),
     ]
@@ -105,7 +137,7 @@ def imitation_streams(rows: Sequence[Row], packed: TokenRows) -> list[Streams]:
     """Returns the streams of a supervised batch: advantage 1 on every generated token, ρ = 1."""
     masks = [np.ones(int(row.mask.sum()), bool) for row in rows]
     weights = token_weights(rows, masks, LearnConfig())
-    columns = packed.scatter(masks), packed.scatter(weights)
+    columns = packed.scatter(masks), packed.scatter_sum(weights)
     return [Streams(advantage, weight) for advantage, weight in zip(*columns, strict=True)]
 
 

@@ -19,7 +19,7 @@ from mopd_jax.data.questions import QuestionSource
 from mopd_jax.learn.advantages import RowScores, flatten, token_advantages
 from mopd_jax.learn.loss import Streams
 from mopd_jax.learn.score import Scorer
-from mopd_jax.learn.streams import TokenRows, imitation_streams, pack_rows, policy_streams
+from mopd_jax.learn.streams import TokenRows, imitation_streams, pack_rows, policy_streams, twin_keys
 from mopd_jax.model import sharding
 from mopd_jax.model.tokens import Tokens
 from mopd_jax.rollout.driver import Task
@@ -134,7 +134,7 @@ class Reinforcement:
             self._engine.unload()
         check_aborted(episodes, self._config.retrieval.max_aborted_share, self._driver.retriever)
         rows = [row for _, row in flatten(episodes)]
-        packed = pack_rows(rows, learn, self._shards)
+        packed = pack_rows(rows, learn, self._shards, twin_keys(episodes))
         with watch("score"):
             scores, entropies = self._score(params, packed, len(rows))
         advantages = token_advantages(episodes, learn, scores)
@@ -203,8 +203,12 @@ def decoded(row: Row, tokens: Tokens) -> tuple[str, list[tuple[str, bool]]]:
 
 
 def speed(batch: LearnerBatch, seconds: dict[str, float]) -> Metrics:
-    """Returns a step's seconds by phase, and tokens per second of sampling, scoring and updating."""
-    trained = sum(len(row.ids) for row in batch.rows)
+    """Returns a step's seconds by phase, and tokens per second of sampling, scoring and updating.
+
+    Sampled tokens count when the team sampled them, the others when the learner computes them: equal
+    candidates once, padding never.
+    """
+    trained = sum(int((micro.segments > 0).sum()) for micro in batch.packed.batch.micros)
     sampled = sum(int(row.mask.sum()) for row in batch.rows)
     counts = {"rollout": sampled, "score": trained, "update": trained}
     return {f"seconds/{phase}": s for phase, s in seconds.items()} | {
