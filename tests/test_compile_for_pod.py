@@ -77,8 +77,15 @@ def test_what_stays_beside_a_program_counts(config):
 
 
 def test_used_bytes_of_a_refusal():
-    text = "RESOURCE_EXHAUSTED: … hbm capacity. Used 20.30G of 15.75G hbm. Exceeded hbm capacity by 4.55G."
-    assert compile_for_pod.used_bytes(text) == int(20.30 * 2**30)
+    """Both ways in which the compiler says it."""
+    first = (
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used "
+    )
+    first += "20.30G of 15.75G hbm. Exceeded hbm capacity by 4.55G."
+    second = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
+    second += "(1.50T) exceeds available HBM (15.75G)."
+    assert compile_for_pod.used_bytes(first) == int(20.30 * 2**30)
+    assert compile_for_pod.used_bytes(second) == int(1.5 * 2**40)
     with pytest.raises(Refused, match="RESOURCE_EXHAUSTED: vmem"):
         compile_for_pod.used_bytes("RESOURCE_EXHAUSTED: vmem")
 
@@ -113,29 +120,31 @@ def test_decode_programs_are_measured_against_their_cache(config):
 
 
 def test_a_mesh_for_another_number_of_devices_is_replaced_and_said(config, capsys):
-    config.mesh.shape, config.mesh.rollout_tensor = (1, 64, 1), 2
-    phase, mesh, rollout_mesh = compile_for_pod.lay_out(config, jax.devices())
-    assert phase.mesh.shape == tuple(mesh.shape.values()) == (1, 8, 1)
-    assert tuple(rollout_mesh.shape.values()) == (1, 1, 2)
-    assert "--config.mesh.shape=(1,8,1)" in capsys.readouterr().out
+    config.mesh.shape = (1, 64, 1)
+    found = compile_for_pod.on_pod(config, 16)
+    assert found.mesh.shape == (1, 16, 1) and found.mesh.rollout_tensor == 4
+    assert "--config.mesh.shape=(1,16,1)" in capsys.readouterr().out
     assert config.mesh.shape == (1, 64, 1), "the config itself is not changed"
 
 
 def test_a_fitting_mesh_is_kept(config, capsys):
-    phase, mesh, _ = compile_for_pod.lay_out(config, jax.devices())
-    assert phase.mesh.shape == tuple(mesh.shape.values()) == (1, 4, 2)
+    assert compile_for_pod.on_pod(config, 8) is config
     assert capsys.readouterr().out == ""
 
 
-def test_an_engine_stays_on_one_host(config):
-    config.mesh.rollout_tensor = 16
-    with pytest.raises(Refused, match="rollout_tensor = 16, a host has 8 devices"):
-        compile_for_pod.lay_out(config, jax.devices())
+@pytest.mark.parametrize(("tensor", "choice"), [(16, "1, 2, 4, 8"), (3, "1, 2, 4, 8")])
+def test_an_engine_stays_on_one_host(tensor, choice):
+    pod = compile_for_pod.Pod("v5e:2x4", V5E, jax.devices())
+    with pytest.raises(
+        Refused, match=f"rollout_tensor = {tensor}, a host has 8 devices: choose one of {choice}"
+    ):
+        pod.engine_devices(tensor)
 
 
-def test_an_unknown_chip_is_refused():
-    with pytest.raises(Refused, match="v7x:2x2: expected one of v4, v5e, v5p, v6e"):
-        compile_for_pod.open_topology("v7x:2x2")
+@pytest.mark.parametrize("name", ["v7x:2x2", "v5litepod-16", "v5e", "v5e:16"])
+def test_an_unknown_topology_is_refused(name):
+    with pytest.raises(Refused, match=f"{name}: expected one of v4, v5e, v5p, v6e, then e.g. :4x4"):
+        compile_for_pod.open_pod(name)
 
 
 # ---------------------------------------------------------------- a scaled-down pod

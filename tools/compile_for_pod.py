@@ -9,12 +9,14 @@ machine, the sizes of `--sizes` are taken. Topologies are named like v5e:4x4, v5
 takes 1 to 5 minutes for an update of 36 layers, seconds for the rest.
 """
 
+import dataclasses
 import importlib.util
+import math
 import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +28,7 @@ from mopd_jax.config import Attention, Chain, Config, Precision, Remat, phases
 from mopd_jax.published import CHIPS, Chip
 
 if TYPE_CHECKING:
-    from mopd_jax.run.plan import Plan, Program
+    from mopd_jax.run.plan import Plan, Program, Sizes
 
 HOST_ONLY = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 """Environment in which libtpu compiles and looks for no device."""
@@ -64,74 +66,111 @@ def main(config: Config | Chain, topology: str, sizes: str) -> int:
     if not importlib.util.find_spec("libtpu"):
         raise Refused('libtpu is not installed, it is the compiler: pip install "jax[tpu]".')
     os.environ |= HOST_ONLY
-    from mopd_jax.run.plan import assumed_sizes, make_plan, model_sizes
+    from mopd_jax.run.plan import assumed_sizes, model_sizes
 
-    chip, devices = open_topology(topology)
-    assumed, earlier = assumed_sizes(sizes), {}
+    pod, assumed, earlier = open_pod(topology), assumed_sizes(sizes), {}
     fits = True
     for name, phase in phases(config).items():
         found = model_sizes(phase, earlier, assumed)
         earlier[phase.run.dir] = found[phase.model.init]
-        phase, mesh, rollout_mesh = lay_out(phase, devices)
-        plan = make_plan(phase, found, mesh, rollout_mesh)
-        print(f"# {name or phase.train.kind.value}\n\n{describe(plan, topology, found)}\n", flush=True)
+        print(f"# {name or phase.train.kind.value}\n")
+        plan = plan_on(pod, on_pod(phase, len(pod.devices)), found)
+        print(describe(plan, topology, found) + "\n", flush=True)
         results = compile_all(plan)
-        print(format_fits(results, chip), *format_sampling(results, plan, chip), sep="\n")
-        problems = [verdict(fit, plan, chip) for fit in results if fit.total > chip.memory]
+        print(format_fits(results, pod.chip), *format_sampling(results, plan, pod.chip), sep="\n")
+        problems = [verdict(fit, plan, pod.chip) for fit in results if fit.total > pod.chip.memory]
         print("\n" + "\n".join(problems or [f"Everything fits {topology}."]) + "\n", flush=True)
         fits &= not problems
     return 0 if fits else 1
 
 
+def plan_on(pod: "Pod", phase: Config, sizes: "Mapping[str, Sizes]") -> "Plan":
+    """Returns the phase's parts on the pod's devices."""
+    from mopd_jax.model import sharding
+    from mopd_jax.run.plan import make_plan
+
+    tensor = phase.mesh.rollout_tensor
+    mesh = sharding.make_mesh(phase.mesh.shape, pod.devices)
+    return make_plan(phase, sizes, mesh, sharding.make_mesh((1, 1, tensor), pod.engine_devices(tensor)))
+
+
 # ---------------------------------------------------------------- devices
 
 
-def open_topology(topology: str) -> tuple[Chip, Sequence]:
-    """Returns the kind of chip and the devices of a topology.
+@dataclass(frozen=True)
+class Pod:
+    """A topology that programs can be compiled for."""
+
+    name: str
+    chip: Chip
+    devices: Sequence
+
+    @property
+    def host_devices(self) -> int:
+        """Devices of one host."""
+        return sum(d.process_index == self.devices[0].process_index for d in self.devices)
+
+    def engine_devices(self, count: int) -> Sequence:
+        """Returns so many devices of one host, as a topology of their own: ahead of time, the compiler takes
+        no program for a part of a larger one.
+
+        Raises:
+          Refused: a host has fewer, or they make no rectangle.
+        """
+        if count > self.host_devices or count not in HOST_BOUNDS:
+            raise Refused(
+                f"mesh.rollout_tensor = {count}, a host has {self.host_devices} devices: choose one of "
+                f"{', '.join(str(n) for n in HOST_BOUNDS if n <= self.host_devices)}."
+            )
+        generation, bounds = self.name.partition(":")[0], HOST_BOUNDS[count]
+        return open_devices(f"{generation}:{'x'.join(map(str, bounds))}", chips_per_host_bounds=bounds)
+
+
+HOST_BOUNDS = {1: (1, 1, 1), 2: (2, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}
+"""Devices → how they lie on a host."""
+
+
+def open_pod(topology: str) -> Pod:
+    """Returns the pod of that name.
 
     Raises:
-      Refused: its name is unknown.
+      Refused: there is none.
+    """
+    generation, _, bounds = topology.partition(":")
+    if generation not in CHIPS or not re.fullmatch(r"\d+(x\d+){1,2}", bounds):
+        raise Refused(f"--topology={topology}: expected one of {', '.join(CHIPS)}, then e.g. :4x4 or :4x4x4.")
+    return Pod(topology, CHIPS[generation], open_devices(topology))
+
+
+def open_devices(topology: str, **settings) -> Sequence:
+    """Returns the devices of a topology.
+
+    Raises:
+      Refused: libtpu knows none of that name.
     """
     from jax.errors import JaxRuntimeError
     from jax.experimental import topologies
 
-    generation = topology.partition(":")[0]
-    if generation not in CHIPS:
-        raise Refused(f"--topology={topology}: expected one of {', '.join(CHIPS)}, then e.g. :4x4.")
+    if topology.startswith("v4"):
+        settings["chip_config_name"] = "megacore"  # one device per chip, as on the machines
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+        return topologies.get_topology_desc(topology, "tpu", **settings).devices
     except JaxRuntimeError as error:
         raise Refused(f"--topology={topology}: libtpu knows no such topology ({error}).") from error
-    return CHIPS[generation], found.devices
 
 
-def lay_out(config: Config, devices: Sequence) -> tuple[Config, object, object]:
-    """Returns the phase with a mesh over all devices, that mesh, and the mesh of one host's engine.
-
-    A `mesh.shape` for another number of devices becomes (1, devices, 1).
-
-    Raises:
-      Refused: `mesh.rollout_tensor` is more than a host has.
-    """
-    import dataclasses
-    import math
-
-    from mopd_jax.model import sharding
-
-    if math.prod(config.mesh.shape) != len(devices):
-        shape = (1, len(devices), 1)
-        spelled = str(shape).replace(" ", "")
-        print(
-            f"Note: mesh.shape = {config.mesh.shape} is not for {len(devices)} devices, so this is compiled "
-            f"for {shape}. Train there with --config.mesh.shape={spelled}."
-        )
-        config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, shape=shape))
-    host = [d for d in devices if d.process_index == devices[0].process_index]
-    tensor = config.mesh.rollout_tensor
-    if tensor > len(host):
-        raise Refused(f"mesh.rollout_tensor = {tensor}, a host has {len(host)} devices: lower it.")
-    rollout_mesh = sharding.make_mesh((1, 1, tensor), host[:tensor])
-    return config, sharding.make_mesh(config.mesh.shape, devices), rollout_mesh
+def on_pod(config: Config, devices: int) -> Config:
+    """Returns the phase with a mesh over so many devices: its own, or (1, devices, 1) if that is for another
+    number, which is said."""
+    if math.prod(config.mesh.shape) == devices:
+        return config
+    shape = (1, devices, 1)
+    spelled = str(shape).replace(" ", "")
+    print(
+        f"Note: mesh.shape = {config.mesh.shape} is not for {devices} devices, so this is compiled for "
+        f"{shape}. Train there with --config.mesh.shape={spelled}."
+    )
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, shape=shape))
 
 
 # ---------------------------------------------------------------- compiling
@@ -172,12 +211,16 @@ def compile_program(program: "Program") -> Fit:
 
 
 def used_bytes(refusal: str) -> int:
-    """Returns what a program would have used, out of "… Used 20.30G of 15.75G hbm …"; the message itself is
-    raised where it says nothing of the kind."""
-    found = re.search(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm", refusal)
+    """Returns what a program would have used, out of the compiler's words; where they say nothing of it, they
+    are raised.
+
+    "… Used 20.30G of 15.75G hbm …", or "… memory required for … (20.30G) exceeds available HBM (15.75G)".
+    """
+    found = re.search(r"Used ([\d.]+)([KMGT]) of \S+ hbm|\(([\d.]+)([KMGT])\) exceeds available HBM", refusal)
     if not found:
         raise Refused(refusal)
-    return int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[found[2]])
+    number, unit = (x for x in found.groups() if x)
+    return int(float(number) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[unit])
 
 
 # ---------------------------------------------------------------- words
