@@ -210,9 +210,9 @@ def test_a_small_stage2_compiles_for_a_host(checkpoint):
 
 @needs_libtpu
 def test_what_does_not_fit_is_refused_with_a_verdict(checkpoint):
-    done = run(checkpoint, "--config.rollout.conversations=40000", "--config.rollout.prefill_rows=1")
+    done = run(checkpoint, "--config.train.kind=evaluate", "--config.rollout.conversations=40000")
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(
         r"decode, 40000 × 1 does not fit: .* too much\. Change: fewer rollout\.conv", done.stdout
     )
-    assert rows(done.stdout)["update: accumulate"][3] == "fits"
+    assert rows(done.stdout)["decode, 40000 × 1"][3] == "refused"
