@@ -200,7 +200,7 @@ def test_a_small_stage2_compiles_for_a_host(checkpoint):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Everything fits v5e:2x2." in done.stdout
     found = rows(done.stdout)
-    assert len(found) == 10 and all(cells[3] == "fits" for cells in found.values())
+    assert len(found) == 11 and all(cells[3] == "fits" for cells in found.values())
     assert int(found["score"][7]) >= 2, "one kernel for the student, one for the frozen model"
     assert int(found["update: accumulate"][7]) >= 3, "forward, recomputed forward, backward"
     shares = [float(share) for share in re.findall(r"temporaries [\d.]+ MB \(([\d.]+)%\)", done.stdout)]

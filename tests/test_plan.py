@@ -127,6 +127,7 @@ def test_programs_of_a_step(real):
     config = real.config
     found = {program.name: program for program in plan.programs(real)}
     assert list(found) == [
+        "hand-over: cast",
         "prefill, 8 × 1",
         "decode, 8 × 1",
         "copy, 8 × 1",

@@ -182,8 +182,10 @@ def compile_all(plan: "Plan") -> list[Fit]:
 
     fits = []
     for program in programs(plan):
-        print(f"compiling {program.name} …", file=sys.stderr, flush=True)
-        fits.append(compile_program(program))
+        print(f"{program.name}: compiling …", file=sys.stderr, flush=True)
+        fit = compile_program(program)
+        print(f"{program.name}: {fit.peak / GB:.2f} GB after {fit.seconds:.0f} s", file=sys.stderr, flush=True)
+        fits.append(fit)
     return fits
 
 

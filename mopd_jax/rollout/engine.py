@@ -343,6 +343,10 @@ class Engine:
             for name, program in lane.lower(params).items()
         }
 
+    def lower_cast(self, params) -> Lowered:
+        """Returns the program that `load` casts weights with; `params` may be shapes with their shardings."""
+        return self._cast.lower(params)
+
     def submit(self, ticket: Ticket) -> None:
         """Queues a turn. A conversation has at most one ticket at a time.
 

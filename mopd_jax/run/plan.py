@@ -227,12 +227,20 @@ def programs(plan: Plan) -> Iterator[Program]:
 
     An evaluation's, and those of the evaluation during training, are the one-candidate lane's.
     """
+    if plan.engine and plan.learner:
+        yield _cast_program(plan)
     if plan.engine:
         yield from _sampling_programs(plan)
     if plan.scorer:
         yield _score_program(plan)
     if plan.learner:
         yield from _update_programs(plan)
+
+
+def _cast_program(plan: Plan) -> Program:
+    lowered = plan.engine.lower_cast(plan.learner.abstract_state().params)
+    around = beside(plan, sampling=False, arguments={MASTER, GRADIENT})
+    return Program("hand-over: cast", lowered, plan.mesh.size, Work(0, 0), around)
 
 
 def _sampling_programs(plan: Plan) -> Iterator[Program]:
