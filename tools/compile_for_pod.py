@@ -184,7 +184,8 @@ def compile_all(plan: "Plan") -> list[Fit]:
     for program in programs(plan):
         print(f"{program.name}: compiling …", file=sys.stderr, flush=True)
         fit = compile_program(program)
-        print(f"{program.name}: {fit.peak / GB:.2f} GB after {fit.seconds:.0f} s", file=sys.stderr, flush=True)
+        peak = f"{fit.peak / GB:.2f} GB"
+        print(f"{program.name}: {peak} after {fit.seconds:.0f} s", file=sys.stderr, flush=True)
         fits.append(fit)
     return fits
 
