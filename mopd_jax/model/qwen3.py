@@ -59,9 +59,8 @@ def init_cache(
     config: Qwen3Config, groups: int, candidates: int, history: int, turn: int, dtype: jnp.dtype
 ) -> KVCache:
     """Returns an empty cache of `dtype`: `groups` × (`history` tokens + `candidates` × `turn` tokens)."""
-    head = (config.num_kv_heads, config.head_dim)
-    history_shape = (config.num_layers, groups, history, *head)
-    turn_shape = (config.num_layers, groups, candidates, turn, *head)
+    L, K, H = config.num_layers, config.num_kv_heads, config.head_dim
+    history_shape, turn_shape = (L, groups, K, history, H), (L, groups, candidates, turn, K, H)
     return KVCache(
         history_k=jnp.zeros(history_shape, stored_dtype(dtype)),
         history_v=jnp.zeros(history_shape, stored_dtype(dtype)),

@@ -213,7 +213,7 @@ def lanes(engine: Engine) -> dict[int, Lane]:
 
 def _capacities(state: SamplerState) -> Lane:
     groups, candidates = state.inputs.shape
-    return Lane(groups, candidates, state.cache.history_k.shape[2], state.cache.turn_k.shape[3])
+    return Lane(groups, candidates, state.cache.history_k.shape[3], state.cache.turn_k.shape[3])
 
 
 def longest_rows(plan: Plan) -> Packed:
