@@ -55,7 +55,7 @@ def base() -> Config:
             conversations=64, requests=16, prefill_rows=16, prefill_tokens=48, decode_steps=8
         ),
         learn=LearnConfig(
-            row_buckets=(160, 208), micro_batch_tokens=2048, logit_chunk=1024, role_gradients_every=20
+            row_buckets=(64, 160, 208), micro_batch_tokens=1024, logit_chunk=1024, role_gradients_every=20
         ),
         optim=OptimConfig(lr=5e-4, b2=0.999),
         checkpoint=CheckpointConfig(every=100, keep=1),
@@ -73,8 +73,8 @@ def imitation(demonstrations: str, init: str, steps: int) -> Config:
 
 def facts() -> Config:
     """How to look things up, from random weights."""
-    config = imitation("facts", "random", 900)
-    config.optim = replace(config.optim, lr=2e-3, schedule=Schedule.COSINE)
+    config = imitation("facts", "random", 700)
+    config.optim = replace(config.optim, lr=3e-3, schedule=Schedule.COSINE)
     return config
 
 

@@ -167,6 +167,9 @@ def _run(run: RunConfig) -> Iterator[Finding]:
         yield "run.dir", "a run needs a folder"
     if not 0 <= run.seed < 2**32:
         yield "run.seed", "must lie between 0 and 2**32 - 1"
+    first, last = run.profile_steps
+    if run.profile_steps != (0, 0) and not 1 <= first <= last:
+        yield "run.profile_steps", "must be (first, last), counted from 1, or (0, 0) for none"
 
 
 def _sampling(c: Config) -> Iterator[Finding]:

@@ -120,6 +120,8 @@ class RunConfig:
     """Seed of the data order, of sampling and of random initial weights."""
     allow_changes: bool = False
     """Continue a run although its config or data differ from what it was started with."""
+    profile_steps: tuple[int, int] = (0, 0)
+    """First and last step, counted from 1, that the JAX profiler traces into `dir`/profile; (0, 0): none."""
 
 
 @dataclass
@@ -136,8 +138,9 @@ class ArchitectureConfig:
     """Query heads."""
     num_kv_heads: int = 2
     """Key/value heads; divides `num_heads`."""
-    head_dim: int = 24
-    """Width of one head, even."""
+    head_dim: int = 48
+    """Width of one head, even. A layer copies through `num_kv_heads` × `head_dim` values: with fewer than
+    `hidden_size` the small model learns to read names much more slowly."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     tie_word_embeddings: bool = True
@@ -375,8 +378,8 @@ class Chain:
     """Phases that run one after the other in the order of the fields.
 
     A subclass adds one `Config` field per phase. `model.init`, `teacher` and `reference` of a phase
-    may name an earlier one. `run.dir` is the parent of the phases' folders; `run.seed` and
-    `run.allow_changes` replace each phase's own.
+    may name an earlier one. `run.dir` is the parent of the phases' folders; the other fields of `run`
+    replace each phase's own.
     """
 
     run: RunConfig = field(default_factory=RunConfig)
@@ -393,12 +396,7 @@ def phases(config: Config | Chain) -> dict[str, Config]:
     for f in dataclasses.fields(config):
         phase = getattr(config, f.name)
         if isinstance(phase, Config):
-            run = dataclasses.replace(
-                phase.run,
-                dir=f"{config.run.dir.rstrip('/')}/{f.name}",
-                seed=config.run.seed,
-                allow_changes=config.run.allow_changes,
-            )
+            run = dataclasses.replace(config.run, dir=f"{config.run.dir.rstrip('/')}/{f.name}")
             models = {key: getattr(phase.model, key) for key in ("init", "teacher", "reference")}
             models = {key: named[spec].run.dir if spec in named else spec for key, spec in models.items()}
             named[f.name] = dataclasses.replace(

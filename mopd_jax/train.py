@@ -56,7 +56,7 @@ def train(name: str, config: Config) -> bool:
     from mopd_jax.learn.learner import Learner
     from mopd_jax.model import sharding
     from mopd_jax.run import checkpoint, console, parts, sources
-    from mopd_jax.run.metrics import MetricsWriter, Pace, Stopwatch
+    from mopd_jax.run.metrics import MetricsWriter, Pace, Profile, Stopwatch
     from mopd_jax.run.validation import Validation
 
     folder, steps = epath.Path(config.run.dir), config.train.steps
@@ -93,13 +93,15 @@ def train(name: str, config: Config) -> bool:
 
     # ---------------------------------------------------------------- the loop
     writer, watch, pace = MetricsWriter(folder, done + 1), Stopwatch(), Pace()
-    with contextlib.closing(saved), checkpoint.StopRequest() as stop:
+    profile = Profile(folder / "profile", config.run.profile_steps)
+    with contextlib.closing(saved), contextlib.closing(profile), checkpoint.StopRequest() as stop:
         while done < steps and not stop:
-            batch = source.batch(done, state.params, watch)
-            if done == 0:
-                console.show_row(*sources.decoded(batch.rows[batch.packed.twins[0][0]], student.tokens))
-            with watch("update"):
-                state, metrics = _update(learner, state, batch, config, done)
+            with profile.step(done + 1):
+                batch = source.batch(done, state.params, watch)
+                if done == 0:
+                    console.show_row(*sources.decoded(batch.rows[batch.packed.twins[0][0]], student.tokens))
+                with watch("update"):
+                    state, metrics = _update(learner, state, batch, config, done)
             done += 1
             if validation and (done % config.eval.every == 0 or done == steps):
                 with watch("eval"):

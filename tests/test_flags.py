@@ -462,6 +462,7 @@ def test_a_sound_chain_passes():
         ),
         ({"stage2.retrieval.k": 0}, "config.stage2.retrieval.k = 0: must be above 0."),
         ({"run.seed": -1}, "config.run.seed = -1: must lie between"),
+        ({"run.profile_steps": (3, 2)}, "config.run.profile_steps = (3, 2): must be (first, last)"),
         ({"exam.data.test": ["nq.jsonl"]}, "config.exam.data.test = ['nq.jsonl']: expected texts"),
     ],
 )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mopd_jax.run import console
-from mopd_jax.run.metrics import MetricsWriter, Pace, Stopwatch, read_metrics
+from mopd_jax.run.metrics import MetricsWriter, Pace, Profile, Stopwatch, read_metrics
 
 
 def reject_constant(name):
@@ -179,3 +179,33 @@ def test_generated_text_is_coloured_on_a_terminal(monkeypatch):
     out = io.StringIO()
     console.show_row("row", [("asked", False), ("answered", True)], out)
     assert "\x1b[2masked\x1b[0m\x1b[32manswered\x1b[0m" in out.getvalue()
+
+
+# ---------------------------------------------------------------- a trace
+
+
+def test_the_chosen_steps_are_traced_and_no_other(tmp_path):
+    profile = Profile(tmp_path, (2, 3))
+    for number in range(1, 5):
+        with profile.step(number):
+            jnp.zeros(3).block_until_ready()
+        assert bool(list(tmp_path.rglob("*.xplane.pb"))) == (number >= 3)
+    profile.close()
+    (trace,) = tmp_path.rglob("*.xplane.pb")
+    assert b"step" in trace.read_bytes()
+
+
+def test_a_run_that_stops_early_keeps_what_was_traced(tmp_path):
+    profile = Profile(tmp_path, (1, 9))
+    with profile.step(5):  # a run that was continued after the first
+        pass
+    profile.close()
+    assert len(list(tmp_path.rglob("*.xplane.pb"))) == 1
+
+
+def test_no_step_is_traced_by_default(tmp_path):
+    profile = Profile(tmp_path, (0, 0))
+    with profile.step(1):
+        pass
+    profile.close()
+    assert not list(tmp_path.iterdir())

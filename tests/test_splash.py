@@ -123,14 +123,14 @@ def expected(texts):
 
 @pytest.mark.parametrize(
     ("length", "mesh_shape"),
-    [(TOGETHER, (1, 1, 1)), (ALONE, (1, 1, 1)), (ALONE, (1, 4, 2))],
-    ids=["packed", "alone", "alone, with a row of padding, on eight devices"],
+    [(TOGETHER, (1, 1, 1)), (ALONE, (1, 4, 2))],
+    ids=["packed, one device", "alone, with a row of padding, eight devices"],
 )
 def test_the_network_learns_the_same(texts, expected, length, mesh_shape):
     """However rows are packed and wherever they lie: scanned and recomputed layers, chunked head, loss."""
     logps, gradient = learn(Attention.SPLASH, length, mesh_shape, texts)
     for found, wanted, mask in zip(logps, expected[0], (mask for _, mask, _ in texts), strict=True):
-        assert len(found) == mask.sum() > 40
+        assert len(found) == mask.sum() > 30
         np.testing.assert_allclose(found, wanted, 1e-5, 1e-5)
     assert_trees_close(gradient, expected[1], 1e-5)
 

@@ -52,7 +52,7 @@ STREAMS = {
         impatient=0.6,
         short=0.4,
         malformed=0.05,
-        hasty=0.25,
+        hasty=0.15,
         restless=0.2,
         mistaken=0.05,
     ),

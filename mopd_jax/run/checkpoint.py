@@ -16,7 +16,7 @@ from mopd_jax.config import Config
 
 PyTree = Any
 
-UNTOLD = ("run.dir", "run.allow_changes", "checkpoint.every", "checkpoint.keep")
+UNTOLD = ("run.dir", "run.allow_changes", "run.profile_steps", "checkpoint.every", "checkpoint.keep")
 """Fields that change no step of a run, so a restart need not be told."""
 _ABSENT = object()
 

@@ -1,4 +1,4 @@
-"""What a run measures, on disk: one JSON line per step, and the seconds of every phase of a step.
+"""What a run measures: one JSON line per step on disk, the seconds of every phase, a profiler's trace.
 
 Names are `group/what`, e.g. `reward/leader`, `seconds/rollout`; every value is a number, or null
 where it was not finite (a line is valid JSON whatever happened).
@@ -8,11 +8,13 @@ import collections
 import contextlib
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping
 from typing import SupportsFloat
 
+import jax
 from etils import epath
 
 Metrics = Mapping[str, SupportsFloat | None]
@@ -85,6 +87,33 @@ class Stopwatch:
         """Returns the seconds by phase since the last call, and starts anew."""
         seconds, self._seconds = dict(self._seconds), collections.defaultdict(float)
         return seconds
+
+
+class Profile:
+    """Traces a range of steps with the JAX profiler: `with profile.step(number): ...`."""
+
+    def __init__(self, folder: epath.PathLike, steps: tuple[int, int]):
+        """Takes the folder of the trace, which may be gs://, and the first and the last step; steps count
+        from 1."""
+        self._folder, (self._first, self._last) = os.fspath(folder), steps
+        self._tracing = False
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Marks the block as a step of the trace if it is one that is wanted."""
+        if self._first <= number <= self._last and not self._tracing:
+            jax.profiler.start_trace(self._folder)
+            self._tracing = True
+        with jax.profiler.StepTraceAnnotation("step", step_num=number):
+            yield
+        if number == self._last:
+            self.close()
+
+    def close(self) -> None:
+        """Writes what was traced, if anything was."""
+        if self._tracing:
+            jax.profiler.stop_trace()
+            self._tracing = False
 
 
 class Pace:
