@@ -108,9 +108,9 @@ def _layout(config: Qwen3Config) -> dict[str, _Leaf]:
     layout = {
         "embed/embedding": _Leaf("model.embed_tokens.weight", ((V,), (D,)), (0, 1)),
         "layers/attn_norm/scale": _Leaf("model.layers.{}.input_layernorm.weight", ((D,),), (0,)),
-        "layers/attention/q/kernel": _Leaf(attention + "q_proj.weight", ((N, H), (D,)), (2, 0, 1)),
-        "layers/attention/k/kernel": _Leaf(attention + "k_proj.weight", ((K, H), (D,)), (2, 0, 1)),
-        "layers/attention/v/kernel": _Leaf(attention + "v_proj.weight", ((K, H), (D,)), (2, 0, 1)),
+        "layers/attention/q/kernel": _Leaf(attention + "q_proj.weight", ((N, H), (D,)), (0, 2, 1)),
+        "layers/attention/k/kernel": _Leaf(attention + "k_proj.weight", ((K, H), (D,)), (0, 2, 1)),
+        "layers/attention/v/kernel": _Leaf(attention + "v_proj.weight", ((K, H), (D,)), (0, 2, 1)),
         "layers/attention/o/kernel": _Leaf(attention + "o_proj.weight", ((D,), (N, H)), (1, 2, 0)),
         "layers/attention/q_norm/scale": _Leaf(attention + "q_norm.weight", ((H,),), (0,)),
         "layers/attention/k_norm/scale": _Leaf(attention + "k_norm.weight", ((H,),), (0,)),
