@@ -22,6 +22,7 @@ from ml_collections import config_flags
 import mopd_jax.config
 from mopd_jax.checks import ConfigError, describe_type, field_types, unknown_field, validate
 from mopd_jax.config import Chain, Config, Kind
+from mopd_jax.published import QWEN3
 
 absl.flags.disclaim_key_flags()
 
@@ -97,6 +98,12 @@ def _check_hosts(hosts: Hosts) -> None:
         raise ConfigError(f"Found {found}: the coordinator is spelled HOST:PORT, e.g. 10.0.0.2:8476.")
     if not 0 <= process < processes:
         raise ConfigError(f"Found {found}: --process lies between 0 and {processes - 1}.")
+
+
+def define_sizes(flag_values: absl.flags.FlagValues = absl.flags.FLAGS) -> absl.flags.FlagHolder:
+    """Defines `--sizes`, the model to plan with where `model.init` is no folder on this machine."""
+    text = "Sizes of the model where model.init is no folder on this machine."
+    return absl.flags.DEFINE_enum("sizes", "qwen3-4b", list(QWEN3), text, flag_values=flag_values)
 
 
 def parse(

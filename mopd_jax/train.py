@@ -8,9 +8,11 @@ import contextlib
 import sys
 
 from absl import app
+from absl import flags as absl_flags
 
 from mopd_jax import flags
 from mopd_jax.config import Chain, Config, Kind, Precision, phases
+from mopd_jax.published import CHIPS
 
 STOPPED = 143
 """Exit code after SIGTERM or SIGINT, as of a killed process: what follows the run must not start."""
@@ -29,6 +31,14 @@ def main(config: Config | Chain, hosts: flags.Hosts = flags.ALONE) -> None:
             sys.exit(STOPPED)
     if results:
         write_report(results, config)
+
+
+def show_plan(config: Config | Chain, sizes: str, chip: str) -> None:
+    """Prints shapes, memory per device and an estimate of a step's time, without data, weights or devices."""
+    from mopd_jax.run.dry_run import dry_run
+
+    for line in dry_run(config, sizes, chip):
+        print(line)
 
 
 def train(name: str, config: Config) -> bool:
@@ -134,6 +144,18 @@ def _update(learner, state, batch, config: Config, step: int):
     return state, metrics | vars(report)
 
 
+def _run(_) -> None:
+    if _DRY_RUN.value:
+        show_plan(_CONFIG.value, _SIZES.value, _CHIP.value)
+    else:
+        main(_CONFIG.value, _HOSTS())
+
+
 if __name__ == "__main__":
     _CONFIG, _HOSTS = flags.define_config(), flags.define_hosts()
-    app.run(lambda _: main(_CONFIG.value, _HOSTS()), flags_parser=flags.parse)
+    _DRY_RUN = absl_flags.DEFINE_bool(
+        "dry_run", False, "Only say what the run would hold and how long it takes."
+    )
+    _SIZES = flags.define_sizes()
+    _CHIP = absl_flags.DEFINE_enum("chip", "v5e", list(CHIPS), "Kind of device that --dry_run reckons with.")
+    app.run(_run, flags_parser=flags.parse)

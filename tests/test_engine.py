@@ -1,6 +1,8 @@
 """The engine on a tiny model: what it samples, what it keeps, and that nobody's neighbours matter."""
 
 import dataclasses
+import gc
+import math
 
 import jax
 import numpy as np
@@ -358,6 +360,31 @@ def test_new_weights_while_a_conversation_is_held_are_refused(engine):
         engine.load(params(1))
     engine.release(conversation)
     engine.load(params(1))
+
+
+def test_memory_is_held_from_load_to_unload(engine):
+    def held() -> int:
+        gc.collect()
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    sample(engine, prompt(0, 9), 1)
+    whole = held()
+    engine.unload()
+    states = jax.tree.leaves([*engine.abstract_states().values(), engine.abstract_params()])
+    assert whole - held() >= sum(math.prod(x.shape) * x.dtype.itemsize for x in states) > 0
+    engine.load(params())
+    assert sample(engine, prompt(0, 9), 1).ids.size
+
+
+def test_unloading_while_a_conversation_is_held_is_refused_and_changes_nothing(engine):
+    conversation = ask(engine, prompt(0, 5), 0)
+    (turn,) = finish(engine)[id(conversation)]
+    with pytest.raises(RuntimeError, match="held: finish or release them first"):
+        engine.unload()
+    ask(engine, conversation, 1)
+    finish(engine)
+    assert len(conversation.ids) > 5 + len(turn.ids)
+    engine.release(conversation)
 
 
 def test_after_new_weights_no_old_cache_is_read(engine):

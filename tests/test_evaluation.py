@@ -233,6 +233,10 @@ class LoadedEngine(ScriptedEngine):
 
     def load(self, params) -> None:
         self.speak.known = int(params["final_norm"]["scale"][0])
+        self.loaded = True
+
+    def unload(self) -> None:
+        self.loaded = False
 
     def take_usage(self) -> None:
         self.usage_taken = True
@@ -310,3 +314,4 @@ def test_metrics_of_a_validation(validation, engine):
         "eval/recall": pytest.approx(0.0),
     }
     assert engine.usage_taken, "a training step must not report the evaluation's usage"
+    assert not engine.loaded, "an update needs the engine's memory"

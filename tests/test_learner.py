@@ -505,6 +505,22 @@ def assert_promised(abstract, state) -> None:
         assert real.sharding.is_equivalent_to(promised.sharding, real.ndim)
 
 
+def test_lowered_programs_are_those_of_an_update(pod, model, params, signals, expected):
+    """Compiled from shapes alone, they give the gradient and take the step."""
+    params, _ = spread(params, model)
+    packed = pack_rows(ROWS, LEARN, shards=4)
+    streams = signals.streams(ROWS, packed, list(range(len(ROWS))))
+    lowered = pod.lower(*jax.tree.map(jax.typeof, (packed.batch.micros[0], streams[0])))
+    accumulate, apply = lowered["accumulate"].compile(), lowered["apply"].compile()
+    total = pod._zeros()
+    for micro, stream in zip(packed.batch.micros, streams, strict=True):
+        total = accumulate(params, total, pod.put(micro), pod.put(stream))
+    assert_same_tree(total, expected)
+    state, norm = apply(pod.init_state(params), total[0])
+    assert int(state.step) == 1
+    np.testing.assert_allclose(norm, pod._norm(expected[0]), rtol=1e-5)
+
+
 def test_twenty_batches_of_mixed_lengths_compile_nothing_new(learner, scorer, state, caplog):
     def step(state, seed: int):
         rng = np.random.default_rng(seed)

@@ -238,8 +238,8 @@ def test_padding_rows_and_padded_tokens_write_nothing(runner):
         np.testing.assert_array_equal(a, b)
 
     short = runner.extend(after, {1: random_ids(rng, 2)})
-    assert not np.asarray(short.history_k)[:, 1, 11:].any()
-    assert np.asarray(short.history_k)[:, 1, :11].all()
+    assert not np.asarray(short.history_k)[:, 1, :, 11:].any()
+    assert np.asarray(short.history_k)[:, 1, :, :11].all()
     assert not np.asarray(short.history_k)[:, [0, 2, 3]].any()
     np.testing.assert_array_equal(short.history_length, [0, 11, 0, 0])
 
@@ -249,8 +249,8 @@ def test_writes_past_the_capacity_are_dropped(runner):
     cache = runner.prefill(runner.cache(), 0, random_ids(rng, P - 2))
     before = np.array(cache.history_k)
     after = np.array(runner.extend(cache, {0: random_ids(rng, 5)}).history_k)
-    np.testing.assert_array_equal(after[:, 0, : P - 2], before[:, 0, : P - 2])
-    assert after[:, 0, P - 2 :].all() and not after[:, 1:].any()
+    np.testing.assert_array_equal(after[:, 0, :, : P - 2], before[:, 0, :, : P - 2])
+    assert after[:, 0, :, P - 2 :].all() and not after[:, 1:].any()
 
 
 def test_inactive_candidates_write_nothing_and_are_finite(runner):

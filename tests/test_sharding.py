@@ -76,9 +76,9 @@ def test_tree_has_the_names_and_shapes_that_checkpoints_are_read_into():
         "layers": {
             "attn_norm": {"scale": (L, D)},
             "attention": {
-                "q": {"kernel": (L, D, N, H)},
-                "k": {"kernel": (L, D, K, H)},
-                "v": {"kernel": (L, D, K, H)},
+                "q": {"kernel": (L, N, D, H)},
+                "k": {"kernel": (L, K, D, H)},
+                "v": {"kernel": (L, K, D, H)},
                 "o": {"kernel": (L, N, H, D)},
                 "q_norm": {"scale": (L, H)},
                 "k_norm": {"scale": (L, H)},
@@ -121,8 +121,8 @@ def test_initial_weights_lie_as_the_table_says(initial, mesh):
     expected = [
         ("tensor", "fsdp"),
         ("fsdp", "tensor"),
-        (None, "fsdp", "tensor", None),
-        (None, "fsdp", "tensor", None),
+        (None, "tensor", "fsdp", None),
+        (None, "tensor", "fsdp", None),
         (None, "tensor", None, "fsdp"),
         (None, None),
         (None, "fsdp", "tensor"),

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from mopd_jax.learn.streams import (
     only,
     pack_rows,
     policy_streams,
+    stream_shapes,
     token_weights,
     twin_keys,
 )
@@ -113,6 +115,19 @@ def test_without_a_cap_the_sampler_is_not_heard():
     learn = replace(LEARN, sampler_weight_cap=0.0)
     streams = policy_streams(ROWS, packed, advantages_of(numbered(ROWS, 0.0)), numbered(ROWS, -9.0), learn)
     assert [s.sampler for s in streams] == [None] * len(streams)
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_stream_shapes_are_those_of_real_streams(cap):
+    learn = replace(LEARN, sampler_weight_cap=cap)
+    packed = pack_rows(ROWS, learn, shards=1)
+    values = numbered(ROWS, 1.0)
+    policy = policy_streams(ROWS, packed, advantages_of(values), values, learn)[0]
+    for supervised, real in ((False, policy), (True, imitation_streams(ROWS, packed)[0])):
+        shapes = stream_shapes(packed.batch.micros[0], learn, supervised)
+        assert jax.tree.structure(shapes) == jax.tree.structure(real)
+        for promised, found in zip(jax.tree.leaves(shapes), jax.tree.leaves(real), strict=True):
+            assert (promised.shape, promised.dtype) == (found.shape, found.dtype)
 
 
 def test_what_the_environment_wrote_changes_neither_counts_nor_streams_nor_the_loss():

@@ -166,6 +166,11 @@ def vocabulary() -> list[str]:
     return sorted({piece for text in texts for piece in re.findall(_PIECE, re.sub(r"{\w*}", " ", text))})
 
 
+def vocabulary_size() -> int:
+    """Returns the number of ids of the world's tokenizer: the words, one for any other, special tokens."""
+    return len(vocabulary()) + 1 + len(_SPECIAL)
+
+
 def save_tokenizer(folder: epath.PathLike):
     """Writes the world's tokenizer into an existing folder, in Hugging Face's files: one token per word,
     Qwen's chat template, stop and padding ids in `generation_config.json`."""

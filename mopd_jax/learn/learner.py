@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from jax.stages import Lowered
 
 from mopd_jax.config import LearnConfig, OptimConfig, Schedule
 from mopd_jax.learn.loss import Streams, Sums, policy_loss
@@ -126,11 +127,21 @@ class Learner:
     def abstract_state(self) -> TrainState:
         """Returns the state's shapes and layout without allocating it (to restore a checkpoint into)."""
         shapes = jax.eval_shape(self._new_state, sharding.abstract_params(self._model))
-        return jax.tree.map(
-            lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
-            shapes,
-            self.state_shardings(),
-        )
+        return sharding.laid_out(shapes, self.state_shardings())
+
+    def lower(self, packed: Packed, streams: Streams) -> dict[str, Lowered]:
+        """Returns the programs of an update, for micro-batches of these shapes, ready to be compiled.
+
+        Nothing is allocated; the mesh may be one over devices that are not there.
+        """
+        state, whole = self.abstract_state(), sharding.replicated(self._mesh)
+        grads, sums = jax.eval_shape(self._zeros_fn)
+        grads = sharding.laid_out(grads, self._param_shardings)
+        total = grads, sharding.laid_out(sums, whole)
+        packed, streams = sharding.laid_out((packed, streams), self._rows)
+        with sharding.on_mesh(self._mesh):
+            accumulate = self._accumulate.lower(state.params, total, packed, streams)
+        return {"accumulate": accumulate, "apply": self._apply.lower(state, grads)}
 
     def _new_state(self, params) -> TrainState:
         params = jax.tree.map(lambda x: x.astype(jnp.float32), params)

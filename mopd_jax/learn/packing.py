@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 
@@ -87,6 +88,18 @@ def _quarter(count: int, length: int) -> int:
     return min(length, quarter * max(1, -(-count // quarter)))
 
 
+def micro_batch_rows(length: int, micro_batch_tokens: int, shards: int) -> int:
+    """Returns B of micro-batches whose rows have `length` positions: whole rows, as many on every shard."""
+    return shards * max(1, micro_batch_tokens // length // shards)
+
+
+def micro_batch_shapes(length: int, micro_batch_tokens: int, shards: int) -> Packed:
+    """Returns the largest micro-batch that `pack` makes of rows of `length`, as shapes: M = T, every
+    position may be generated."""
+    rows = micro_batch_rows(length, micro_batch_tokens, shards)
+    return Packed(*[jax.ShapeDtypeStruct((rows, length), np.int32)] * len(Packed._fields))
+
+
 def pack(
     ids: Sequence[np.ndarray],
     masks: Sequence[np.ndarray],
@@ -122,7 +135,7 @@ def pack(
         bins = [
             [waiting[i] for i in members] for members in _first_fit([len(ids[i]) for i in waiting], length)
         ]
-        rows = shards * max(1, micro_batch_tokens // length // shards)
+        rows = micro_batch_rows(length, micro_batch_tokens, shards)
         count = -(-len(bins) // rows) if length == max(own) else len(bins) // rows
         waiting = [i for members in bins[count * rows :] for i in members]
         if count:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
+from jax.stages import Lowered
 
 from mopd_jax.learn.packing import Packed
 from mopd_jax.model import sharding
@@ -65,3 +66,9 @@ class Scorer:
         """Returns the student's scores under `params`, and those of the frozen models by name."""
         with sharding.on_mesh(self._mesh):
             return self._score(params, self._params, sharding.place(packed, self._rows))
+
+    def lower(self, params, packed: Packed) -> Lowered:
+        """Returns the program for a micro-batch of these shapes, ready to be compiled; `params` and those of
+        the frozen models may be shapes with their shardings."""
+        with sharding.on_mesh(self._mesh):
+            return self._score.lower(params, self._params, sharding.laid_out(packed, self._rows))

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
 from mopd_jax.config import Denominator, LearnConfig
 from mopd_jax.learn.advantages import Advantages
 from mopd_jax.learn.loss import Streams
-from mopd_jax.learn.packing import Batch, pack
+from mopd_jax.learn.packing import Batch, Packed, pack
 from mopd_jax.team.episode import Episode, Role, Row
 
 
@@ -138,6 +139,15 @@ def imitation_streams(rows: Sequence[Row], packed: TokenRows) -> list[Streams]:
     weights = token_weights(rows, masks, LearnConfig())
     columns = packed.scatter(masks), packed.scatter_sum(weights)
     return [Streams(advantage, weight) for advantage, weight in zip(*columns, strict=True)]
+
+
+def stream_shapes(packed: Packed, learn: LearnConfig, supervised: bool) -> Streams:
+    """Returns the streams of a micro-batch of these shapes, as shapes: those of `imitation_streams` for a
+    supervised batch, else those of `policy_streams`."""
+    values = jax.ShapeDtypeStruct(packed.source.shape, np.float32)
+    if supervised:
+        return Streams(values, values)
+    return Streams(values, values, values, values if learn.sampler_weight_cap > 0 else None)
 
 
 def only(role: Role, rows: Sequence[Row], packed: TokenRows, streams: Sequence[Streams]) -> list[Streams]:

@@ -20,20 +20,20 @@ def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT:
 
 
 def attend_history(
-    q_RTNH: jax.Array, k_RPKH: jax.Array, v_RPKH: jax.Array, positions_RT: jax.Array
+    q_RTNH: jax.Array, k_RKPH: jax.Array, v_RKPH: jax.Array, positions_RT: jax.Array
 ) -> jax.Array:
     """Returns attention [R, T, N, H] over histories in which the key at position p has index p.
 
     A query sees the keys up to its own position, itself included.
     """
-    seen_RTP = jnp.arange(k_RPKH.shape[1]) <= positions_RT[:, :, None]
-    return _attend_seen(q_RTNH, k_RPKH, v_RPKH, seen_RTP)
+    seen_RTP = jnp.arange(k_RKPH.shape[2]) <= positions_RT[:, :, None]
+    return _attend_seen(q_RTNH, k_RKPH.swapaxes(1, 2), v_RKPH.swapaxes(1, 2), seen_RTP)
 
 
 def attend_two_parts(
     q_GCNH: jax.Array,
-    history_k_GPKH: jax.Array,
-    history_v_GPKH: jax.Array,
+    history_k_GKPH: jax.Array,
+    history_v_GKPH: jax.Array,
     history_length_G: jax.Array,
     turn_k_GCSKH: jax.Array,
     turn_v_GCSKH: jax.Array,
@@ -45,8 +45,8 @@ def attend_two_parts(
     place, and the keys 0 … `turn_length` of its own turn, its own key being the last of them.
     One softmax runs over both parts.
     """
-    q = _by_kv_head(q_GCNH, history_k_GPKH.shape[2])
-    history = _scores("gknch,gpkh->gkncp", q, history_k_GPKH)
+    q = _by_kv_head(q_GCNH, history_k_GKPH.shape[1])
+    history = _scores("gknch,gkph->gkncp", q, history_k_GKPH)
     turn = _scores("gknch,gcskh->gkncs", q, turn_k_GCSKH)
     seen_GP = jnp.arange(history.shape[-1]) < history_length_G[:, None]
     seen_GCS = jnp.arange(turn.shape[-1]) <= turn_length_GC[:, :, None]
@@ -57,7 +57,7 @@ def attend_two_parts(
     peak = jnp.maximum(history.max(-1, keepdims=True), turn.max(-1, keepdims=True))
     history, turn = jnp.exp(history - peak), jnp.exp(turn - peak)
     total = history.sum(-1, keepdims=True) + turn.sum(-1, keepdims=True)
-    from_history = _dot("gkncp,gpkh->gknch", history.astype(q.dtype), history_v_GPKH)
+    from_history = _dot("gkncp,gkph->gknch", history.astype(q.dtype), history_v_GKPH)
     from_turn = _dot("gkncs,gcskh->gknch", turn.astype(q.dtype), turn_v_GCSKH)
     return _by_head((from_history + from_turn) / total).astype(q.dtype)
 

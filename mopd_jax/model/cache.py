@@ -4,6 +4,9 @@ A prompt is written once into the history of a group, whatever the number of its
 candidate decodes into its own turn region. A finished turn of a one-candidate conversation is
 committed to the history, so that the conversation is extended and never recomputed.
 
+A history lies head by head, [K, P, H], as products over it read: from another order XLA on TPU would copy
+the whole cache into this one at the start of every decode. A turn lies token by token, as it is written.
+
 bfloat16 is stored as its bits (uint16): XLA on CPU computes no bfloat16 outside of products, and would
 convert the whole cache to float32 and back around every gather and scatter.
 
@@ -15,21 +18,22 @@ P and `turn_length` within S is the caller's part. All functions are pure: jit t
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 
 @flax.struct.dataclass
 class KVCache:
     """Keys and values of G groups with C candidates, in L layers of K heads of width H."""
 
-    history_k: jax.Array  # [L, G, P, K, H]; the key at position p has index p
-    history_v: jax.Array  # [L, G, P, K, H]
+    history_k: jax.Array  # [L, G, K, P, H]; the key at position p has index p
+    history_v: jax.Array  # [L, G, K, P, H]
     history_length: jax.Array  # int32 [G]
     turn_k: jax.Array  # [L, G, C, S, K, H]; index s has position history_length + s
     turn_v: jax.Array  # [L, G, C, S, K, H]
     turn_length: jax.Array  # int32 [G, C]
 
 
-HISTORY_AXES = ("layers", "groups", "slots", "kv_heads", "head_dim")
+HISTORY_AXES = ("layers", "groups", "kv_heads", "slots", "head_dim")
 TURN_AXES = ("layers", "groups", "candidates", "slots", "kv_heads", "head_dim")
 
 CACHE_AXES = KVCache(
@@ -93,19 +97,18 @@ def commit_turns(cache: KVCache, groups_R: jax.Array) -> KVCache:
     Active groups are distinct; group G marks a padding row. Raises ValueError where a group has
     several candidates.
     """
-    L, _, C, S = cache.turn_k.shape[:4]
+    L, _, C = cache.turn_k.shape[:3]
     if C != 1:
         raise ValueError(f"a group of {C} candidates has no one turn to commit: use a cache with 1 candidate")
     start_R = cache.history_length.at[groups_R].get(mode="clip")
     length_R = cache.turn_length.at[groups_R, 0].get(mode="clip")
-    index_RS = _append_index(start_R, length_R, S, cache.history_k.shape[2])
 
-    def append(layer, history, turn):
+    def commit(layer, history, turn):
         rows_RSKH = jax.lax.map(lambda group: turn[layer, group, 0], groups_R)
-        return history.at[layer, groups_R[:, None], index_RS].set(rows_RSKH, mode="drop")
+        return _write(history, layer, groups_R, start_R, length_R, rows_RSKH)
 
     def commit_layer(layer, histories):
-        return append(layer, histories[0], cache.turn_k), append(layer, histories[1], cache.turn_v)
+        return commit(layer, histories[0], cache.turn_k), commit(layer, histories[1], cache.turn_v)
 
     history_k, history_v = jax.lax.fori_loop(0, L, commit_layer, (cache.history_k, cache.history_v))
     committed = cache.replace(history_k=history_k, history_v=history_v)
@@ -125,12 +128,11 @@ def append_history(
     `history_length` stays: it grows once, after the last layer.
     """
     start_R = cache.history_length.at[groups_R].get(mode="clip")
-    index_RT = _append_index(start_R, lengths_R, k_RTKH.shape[1], cache.history_k.shape[2])
-    at = (layer, groups_R[:, None], index_RT)
-    return cache.replace(
-        history_k=cache.history_k.at[at].set(_store(k_RTKH, cache.history_k), mode="drop"),
-        history_v=cache.history_v.at[at].set(_store(v_RTKH, cache.history_v), mode="drop"),
-    )
+
+    def write(history, rows_RTKH):
+        return _write(history, layer, groups_R, start_R, lengths_R, _store(rows_RTKH, history))
+
+    return cache.replace(history_k=write(cache.history_k, k_RTKH), history_v=write(cache.history_v, v_RTKH))
 
 
 def append_turn(
@@ -146,7 +148,30 @@ def append_turn(
     )
 
 
-def _append_index(start_R: jax.Array, length_R: jax.Array, count: int, capacity: int) -> jax.Array:
-    """Indices [R, count] from `start` on; those past `length` are the capacity, where writes are dropped."""
-    offset = jnp.arange(count)
-    return jnp.where(offset < length_R[:, None], start_R[:, None] + offset, capacity)
+def _write(
+    history: jax.Array,
+    layer: jax.Array,
+    groups_R: jax.Array,
+    start_R: jax.Array,
+    length_R: jax.Array,
+    rows_RTKH: jax.Array,
+) -> jax.Array:
+    """Returns the history [L, G, K, P, H] with the first `length` tokens of each row written from `start` on.
+
+    One row after the other, as the slice that it is, and in the order in which the cache lies: for a write,
+    XLA on TPU would rather bring the whole of it into another order and back.
+    """
+    _, G, K, P, H = history.shape
+    window = min(rows_RTKH.shape[1], P)
+
+    def write_row(r, history):
+        first = jnp.minimum(start_R[r], P - window)  # a slice ends inside the capacity
+        token = first + jnp.arange(window) - start_R[r]
+        real = (token >= 0) & (token < length_R[r]) & (groups_R[r] < G)
+        at = (layer, jnp.minimum(groups_R[r], G - 1), 0, first, 0)
+        old = jax.lax.dynamic_slice(history, at, (1, 1, K, window, H))
+        new = jnp.take(rows_RTKH[r], token, axis=0, mode="clip").swapaxes(0, 1)
+        written = jax.lax.dynamic_update_slice(history, jnp.where(real[:, None], new, old), at)
+        return with_layout_constraint(written, Layout(tuple(range(written.ndim))))
+
+    return jax.lax.fori_loop(0, len(groups_R), write_row, history)

@@ -97,9 +97,9 @@ def layout(config: Qwen3Config) -> dict[str, Leaf]:
     table = {
         "embed/embedding": Leaf("model.embed_tokens.weight", ((V,), (D,)), (0, 1)),
         "layers/attn_norm/scale": Leaf("model.layers.{}.input_layernorm.weight", ((D,),), (0,)),
-        "layers/attention/q/kernel": Leaf(attention + "q_proj.weight", ((N, H), (D,)), (2, 0, 1)),
-        "layers/attention/k/kernel": Leaf(attention + "k_proj.weight", ((K, H), (D,)), (2, 0, 1)),
-        "layers/attention/v/kernel": Leaf(attention + "v_proj.weight", ((K, H), (D,)), (2, 0, 1)),
+        "layers/attention/q/kernel": Leaf(attention + "q_proj.weight", ((N, H), (D,)), (0, 2, 1)),
+        "layers/attention/k/kernel": Leaf(attention + "k_proj.weight", ((K, H), (D,)), (0, 2, 1)),
+        "layers/attention/v/kernel": Leaf(attention + "v_proj.weight", ((K, H), (D,)), (0, 2, 1)),
         "layers/attention/o/kernel": Leaf(attention + "o_proj.weight", ((D,), (N, H)), (1, 2, 0)),
         "layers/attention/q_norm/scale": Leaf(attention + "q_norm.weight", ((H,),), (0,)),
         "layers/attention/k_norm/scale": Leaf(attention + "k_norm.weight", ((H,),), (0,)),

@@ -59,9 +59,8 @@ def init_cache(
     config: Qwen3Config, groups: int, candidates: int, history: int, turn: int, dtype: jnp.dtype
 ) -> KVCache:
     """Returns an empty cache of `dtype`: `groups` × (`history` tokens + `candidates` × `turn` tokens)."""
-    head = (config.num_kv_heads, config.head_dim)
-    history_shape = (config.num_layers, groups, history, *head)
-    turn_shape = (config.num_layers, groups, candidates, turn, *head)
+    L, K, H = config.num_layers, config.num_kv_heads, config.head_dim
+    history_shape, turn_shape = (L, groups, K, history, H), (L, groups, candidates, turn, K, H)
     return KVCache(
         history_k=jnp.zeros(history_shape, stored_dtype(dtype)),
         history_v=jnp.zeros(history_shape, stored_dtype(dtype)),
@@ -157,7 +156,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """Matrix product with a kernel of any rank, e.g. "btd,dnh->btnh"; no bias."""
+    """Matrix product with a kernel of any rank, e.g. "btd,ndh->btnh"; no bias."""
 
     subscripts: str
     shape: tuple[int, ...]
@@ -208,9 +207,10 @@ class SelfAttention(nn.Module):
     def __call__(self, x_BTD, layer, positions_BT, context: Context, cache: KVCache | None):
         c = self.config
         D, N, K, H = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
-        q = Linear("btd,dnh->btnh", (D, N, H), ("embed", "heads", "head_dim"), name="q")(x_BTD)
-        k = Linear("btd,dkh->btkh", (D, K, H), ("embed", "kv_heads", "head_dim"), name="k")(x_BTD)
-        v = Linear("btd,dkh->btkh", (D, K, H), ("embed", "kv_heads", "head_dim"), name="v")(x_BTD)
+        # Head by head, as products read them: XLA on TPU would copy them into this order for every decode.
+        q = Linear("btd,ndh->btnh", (N, D, H), ("heads", "embed", "head_dim"), name="q")(x_BTD)
+        k = Linear("btd,kdh->btkh", (K, D, H), ("kv_heads", "embed", "head_dim"), name="k")(x_BTD)
+        v = Linear("btd,kdh->btkh", (K, D, H), ("kv_heads", "embed", "head_dim"), name="v")(x_BTD)
         q = rotate(RMSNorm(H, "head_dim", c.rms_norm_eps, name="q_norm")(q), positions_BT, c.rope_theta)
         k = rotate(RMSNorm(H, "head_dim", c.rms_norm_eps, name="k_norm")(k), positions_BT, c.rope_theta)
         q = constrain(q, "batch", "length", "heads", "head_dim")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mopd_jax.config import Attention
 
@@ -86,6 +86,11 @@ def make_mesh(shape: tuple[int, int, int], devices: list[jax.Device] | None = No
 def local_mesh(tensor: int, process: int | None = None) -> Mesh:
     """Returns the mesh of a process's own engine: its first `tensor` devices, of this process for None."""
     return make_mesh((1, 1, tensor), jax.local_devices(process_index=process)[:tensor])
+
+
+def abstract_mesh(shape: tuple[int, int, int]) -> AbstractMesh:
+    """Returns a mesh without devices: enough to say how arrays would be laid out."""
+    return AbstractMesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 @contextlib.contextmanager
@@ -170,6 +175,16 @@ def _own_part(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     parts = {shard.device: shard.data for shard in x.addressable_shards}
     own = [parts[device] for device in sharding.mesh.devices.flat]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, own)
+
+
+def laid_out(shapes: Any, layout: Any) -> Any:
+    """Returns a tree of shapes as `ShapeDtypeStruct`s that carry their sharding.
+
+    `layout` is a tree of shardings like `shapes`, or one sharding for all of it.
+    """
+    if isinstance(layout, NamedSharding):
+        layout = jax.tree.map(lambda _: layout, shapes)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, layout)
 
 
 def abstract_params(model: nn.Module) -> dict[str, Any]:

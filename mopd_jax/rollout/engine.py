@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.stages import Lowered
 
 from mopd_jax.config import RolloutConfig, TeamConfig
 from mopd_jax.model import sharding
 from mopd_jax.model.qwen3 import Qwen3
-from mopd_jax.rollout.sampler import Sampler
+from mopd_jax.rollout.sampler import Sampler, SamplerState
 from mopd_jax.team.episode import Stop
 
 
@@ -81,7 +82,7 @@ class _Lane:
     ):
         self._sampler, self._rollout = sampler, rollout
         self._groups, self._candidates, self._row, self._turn = groups, candidates, row, turn
-        self._state = sampler.init(groups, candidates, row, turn)
+        self._state: SamplerState | None = None
         self._queue: collections.deque[Ticket] = collections.deque()
         self._running: dict[int, Ticket] = {}
         self._free = collections.deque(range(groups))
@@ -108,11 +109,26 @@ class _Lane:
         """Frees a group. Its history serves prefix reuse until the group is taken again."""
         self._free.append(group)
 
-    def forget(self) -> None:
-        """Drops what could be reused: the weights have changed."""
-        if len(self._free) < self._groups:
-            raise RuntimeError("New weights while conversations are held: finish or release them first.")
+    @property
+    def held(self) -> bool:
+        """Whether a conversation owns a group."""
+        return len(self._free) < self._groups
+
+    def open(self) -> None:
+        """Allocates empty caches."""
+        self._state = self._sampler.init(self._groups, self._candidates, self._row, self._turn)
+
+    def close(self) -> None:
+        """Frees the caches, and forgets what could have been reused of them."""
+        self._state = None
         self._openings = [np.zeros(0, np.int32)] * self._groups
+
+    def abstract_state(self) -> SamplerState:
+        return self._sampler.abstract_state(self._groups, self._candidates, self._row, self._turn)
+
+    def lower(self, params) -> dict[str, Lowered]:
+        rows, tokens = self._rollout.prefill_rows, self._rollout.prefill_tokens
+        return self._sampler.lower(self.abstract_state(), params, rows, tokens)
 
     def step(self, params, usage: Usage) -> list[tuple[Ticket, list[Sample]]]:
         """Admits what fits, decodes one dispatch; returns the finished tickets with their samples."""
@@ -249,6 +265,8 @@ class _Lane:
 class Engine:
     """Samples turns for any number of conversations; local to a process and its devices.
 
+    It holds device memory from `load` to `unload` only: sampling and learning take turns in it.
+
     Args:
       model: the network; its config's dtype is the type of the caches.
       eos_ids: ids that end a turn.
@@ -273,7 +291,7 @@ class Engine:
             self._lanes[candidates] = _Lane(
                 sampler, rollout.requests, candidates, team.row_tokens, team.answerer_tokens, rollout
             )
-        self._shardings = sharding.param_shardings(model, mesh)
+        self._model, self._shardings = model, sharding.param_shardings(model, mesh)
         self._cast = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(model.config.dtype), tree))
         self._params = None
         self._usage = Usage()
@@ -284,16 +302,52 @@ class Engine:
         return any(lane.busy for lane in self._lanes.values())
 
     def load(self, params) -> None:
-        """Takes new weights (cast and laid out for this engine) and drops every cache of the old ones.
+        """Takes new weights (cast and laid out for this engine) and starts with empty caches.
 
         They may lie on devices of all processes: then every process loads them at the same point.
 
         Raises:
           RuntimeError: a conversation is still held.
         """
-        for lane in self._lanes.values():
-            lane.forget()
+        self.unload()
         self._params = sharding.hand_over(self._cast(params), self._shardings)
+        for lane in self._lanes.values():
+            lane.open()
+
+    def unload(self) -> None:
+        """Frees the weights and every cache, until the next `load`.
+
+        Raises:
+          RuntimeError: a conversation is still held.
+        """
+        if any(lane.held for lane in self._lanes.values()):
+            raise RuntimeError("New weights while conversations are held: finish or release them first.")
+        for lane in self._lanes.values():
+            lane.close()
+        self._params = None
+
+    def abstract_params(self):
+        """Returns the shapes and the layout of the engine's weights."""
+        shapes = sharding.abstract_params(self._model)
+        cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self._model.config.dtype), shapes)
+        return sharding.laid_out(cast, self._shardings)
+
+    def abstract_states(self) -> dict[int, SamplerState]:
+        """Returns the shapes and the layout of every lane's state, by its candidates."""
+        return {candidates: lane.abstract_state() for candidates, lane in self._lanes.items()}
+
+    def lower(self) -> dict[tuple[int, str], Lowered]:
+        """Returns the programs of every lane (see `Sampler.lower`) by (candidates, name)."""
+        params = self.abstract_params()
+        return {
+            (candidates, name): program
+            for candidates, lane in self._lanes.items()
+            for name, program in lane.lower(params).items()
+        }
+
+    def lower_cast(self, params) -> Lowered:
+        """Returns the program that `load` casts weights with; `params` may be shapes with their shardings."""
+        return self._cast.lower(params)
 
     def submit(self, ticket: Ticket) -> None:
         """Queues a turn. A conversation has at most one ticket at a time.

@@ -14,6 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
+from jax.stages import Lowered
 
 from mopd_jax.model import cache, qwen3, sharding
 from mopd_jax.model.cache import KVCache
@@ -166,19 +167,50 @@ class Sampler:
         jit = functools.partial(jax.jit, donate_argnums=0)
         self._extend, self._decode = jit(self._extend_fn), jit(self._decode_fn)
         self._start, self._commit, self._copy, self._rewind = map(jit, (_start, _commit, _copy, _rewind))
+        self._layout = self._state_shardings()
+        self._init = jax.jit(init_state, static_argnums=range(5), out_shardings=self._layout)
 
-    def init(self, groups: int, candidates: int, history: int, turn: int) -> SamplerState:
-        """Returns an empty lane on the mesh: G groups of C candidates, P = history, S = turn."""
-        shapes = (self._model.config, groups, candidates, history, turn)
+    def _state_shardings(self) -> SamplerState:
         whole = sharding.replicated(self._mesh)
-        layout = jax.tree.map(lambda _: whole, jax.eval_shape(lambda: init_state(*shapes)))
+        layout = jax.tree.map(
+            lambda _: whole, jax.eval_shape(lambda: init_state(self._model.config, 1, 1, 1, 1))
+        )
         by_axes = jax.tree.map(
             lambda axes: NamedSharding(self._mesh, sharding.spec(axes)),
             cache.CACHE_AXES,
             is_leaf=lambda x: isinstance(x, tuple),
         )
-        layout = layout.replace(cache=by_axes)
-        return jax.jit(lambda: init_state(*shapes), out_shardings=layout)()
+        return layout.replace(cache=by_axes)
+
+    def init(self, groups: int, candidates: int, history: int, turn: int) -> SamplerState:
+        """Returns an empty lane on the mesh: G groups of C candidates, P = history, S = turn."""
+        return self._init(self._model.config, groups, candidates, history, turn)
+
+    def abstract_state(self, groups: int, candidates: int, history: int, turn: int) -> SamplerState:
+        """Returns the shapes and the layout of what `init` returns, without allocating it."""
+        shapes = jax.eval_shape(lambda: init_state(self._model.config, groups, candidates, history, turn))
+        return sharding.laid_out(shapes, self._layout)
+
+    def lower(self, state: SamplerState, params, rows: int, tokens: int) -> dict[str, Lowered]:
+        """Returns the programs that touch the cache, ready to be compiled.
+
+        Args:
+          state: see `abstract_state`.
+          params: shapes with their shardings.
+          rows: R, prompts per prefill call.
+          tokens: T, tokens per prompt and prefill call.
+        """
+        ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, tokens), (rows,))]
+        ids_RT, values_R = sharding.laid_out(ints, sharding.replicated(self._mesh))
+        with sharding.on_mesh(self._mesh):
+            programs = {
+                "prefill": self._extend.lower(state, params, ids_RT, values_R, values_R),
+                "decode": self._decode.lower(state, params),
+            }
+        programs["copy"] = self._copy.lower(state, values_R, values_R, values_R)
+        if state.inputs.shape[1] == 1:
+            programs["commit"] = self._commit.lower(state, values_R)
+        return programs
 
     def _extend_fn(self, state, params, ids_RT, groups_R, lengths_R):
         grown = self._model.apply(

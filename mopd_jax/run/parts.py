@@ -18,6 +18,7 @@ from mopd_jax.config import (
     Backend,
     Config,
     Kind,
+    ModelConfig,
     Precision,
     Remat,
     TeamConfig,
@@ -163,14 +164,19 @@ def open_model(spec: str, config: Config) -> Opened:
     """
     folder = _folder(spec, config)
     tokens = Tokens.from_folder(folder)
-    sizes = _random_config(config, tokens) if spec == RANDOM else hf.read_config(folder)
+    sizes = random_sizes(config, tokens.vocab_size) if spec == RANDOM else hf.read_config(folder)
+    return Opened(spec, folder, tokens, make_model(sizes, config.model))
+
+
+def make_model(sizes: Qwen3Config, model: ModelConfig) -> Qwen3:
+    """Returns the network of these sizes that computes as the config says."""
     network = dataclasses.replace(
         sizes,
-        dtype=dtype(config.model.compute),
-        remat=config.model.remat is Remat.FULL,
-        attention=config.model.attention,
+        dtype=dtype(model.compute),
+        remat=model.remat is Remat.FULL,
+        attention=model.attention,
     )
-    return Opened(spec, folder, tokens, Qwen3(network))
+    return Qwen3(network)
 
 
 def load_params(opened: Opened, mesh: Mesh, stored: Precision, seed: int) -> Any:
@@ -184,6 +190,11 @@ def load_params(opened: Opened, mesh: Mesh, stored: Precision, seed: int) -> Any
     return hf.load_params(opened.folder, opened.model.config, layout, dtype(stored))
 
 
+def frozen_specs(config: Config) -> list[str]:
+    """Returns the spellings of teacher and reference, each once."""
+    return sorted({config.model.teacher, config.model.reference} - {""})
+
+
 def load_frozen(config: Config, student: Opened, mesh: Mesh) -> dict[str, Frozen]:
     """Returns teacher and reference by their spelling in the config; one that is both is loaded once.
 
@@ -191,7 +202,7 @@ def load_frozen(config: Config, student: Opened, mesh: Mesh) -> dict[str, Frozen
       ValueError: its tokenizer, template, stop tokens, vocabulary or team differ from the student's.
     """
     frozen = {}
-    for spec in sorted({config.model.teacher, config.model.reference} - {""}):
+    for spec in frozen_specs(config):
         opened = open_model(spec, config)
         check_compatible(
             student.tokens, opened.tokens, student.model.config.vocab_size, opened.model.config.vocab_size
@@ -238,10 +249,11 @@ def check_language(folder: epath.Path, team: TeamConfig) -> None:
             )
 
 
-def _random_config(config: Config, tokens: Tokens) -> Qwen3Config:
+def random_sizes(config: Config, vocab_size: int) -> Qwen3Config:
+    """Returns the sizes of a model that starts from random weights."""
     sizes = vars(config.model.architecture)
     length = config.team.row_tokens
-    return Qwen3Config(**sizes, vocab_size=tokens.vocab_size, max_position_embeddings=length)
+    return Qwen3Config(**sizes, vocab_size=vocab_size, max_position_embeddings=length)
 
 
 @dataclass(frozen=True)
@@ -275,8 +287,7 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
             "number that divides them."
         )
     mesh = sharding.local_mesh(tensor)
-    sampled = dataclasses.replace(model.config, dtype=dtype(config.model.rollout), remat=False)
-    engine = Engine(Qwen3(sampled), tokens.eos_ids, team, candidates, rollout, mesh)
+    engine = make_engine(config, model, tokens.eos_ids, candidates, mesh)
     driver = Driver(
         engine,
         make_retriever(config),
@@ -289,6 +300,14 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
         seed=config.run.seed,
     )
     return Team(engine, driver, mesh)
+
+
+def make_engine(
+    config: Config, model: Qwen3, eos_ids: tuple[int, ...], candidates: int, mesh: Mesh
+) -> Engine:
+    """Returns an engine without weights that samples from `model` in `model.rollout` precision."""
+    sampled = dataclasses.replace(model.config, dtype=dtype(config.model.rollout), remat=False)
+    return Engine(Qwen3(sampled), eos_ids, config.team, candidates, config.rollout, mesh)
 
 
 def make_renderer(config: Config, tokens: Tokens) -> Renderer:

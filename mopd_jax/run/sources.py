@@ -133,6 +133,7 @@ class Reinforcement:
             self._engine.load(params)
             roll_out = functools.partial(self._driver.run, self._workflow)
             episodes = hosts.spread(roll_out, self._tasks(step), together=self._config.train.workflows)
+            self._engine.unload()
         check_aborted(episodes, self._config.retrieval.max_aborted_share, self._driver.retriever)
         rows = [row for _, row in flatten(episodes)]
         packed = pack_rows(rows, learn, self._shards, twin_keys(episodes))

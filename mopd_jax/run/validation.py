@@ -34,6 +34,7 @@ class Validation:
         result, _ = evaluate_team(
             "validation", self._config, self._team.driver, self._workflow, self._questions, attempts
         )
+        self._team.engine.unload()
         self._team.engine.take_usage()  # a training step reports its own only
         macro = summarise(result)[MACRO]
         self._keep_best(step, macro["avg"], params)

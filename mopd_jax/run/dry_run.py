@@ -1,0 +1,182 @@
+"""What a run would hold and how long a step would take, without data, weights or devices."""
+
+from collections.abc import Iterator
+
+from mopd_jax.config import Chain, Config, Kind, Workflow, phases
+from mopd_jax.learn.packing import micro_batch_rows
+from mopd_jax.model import sharding
+from mopd_jax.published import CHIPS, Chip
+from mopd_jax.run.estimate import (
+    PROMPT_TOKENS,
+    USED,
+    Rows,
+    Work,
+    decode_bytes,
+    layer_weights,
+    parameters,
+    score_work,
+    update_work,
+    workflow_rows,
+)
+from mopd_jax.run.plan import (
+    GRADIENT,
+    Plan,
+    Sizes,
+    assumed_sizes,
+    is_engines,
+    lanes,
+    make_plan,
+    memory,
+    model_sizes,
+)
+
+HOST_DEVICES = 4
+"""Devices of a host, as of most TPU hosts."""
+FLOPS_SHARE, BANDWIDTH_SHARE = 0.4, 0.6
+"""Share of a chip's peak and of its bandwidth that the estimate reckons with [D]: usual for models of this
+size, not measured here."""
+GB = 1e9
+
+
+def dry_run(config: Config | Chain, sizes: str, chip: str) -> Iterator[str]:
+    """Yields the lines to show, phase by phase.
+
+    Args:
+      config: the experiment.
+      sizes: name of the published sizes of models that are no folder on this machine.
+      chip: key of `CHIPS`, the kind of device.
+    """
+    assumed, earlier = assumed_sizes(sizes), {}
+    for name, phase in phases(config).items():
+        found = model_sizes(phase, earlier, assumed)
+        earlier[phase.run.dir] = found[phase.model.init]
+        mesh = sharding.abstract_mesh(phase.mesh.shape)
+        rollout_mesh = sharding.abstract_mesh((1, 1, phase.mesh.rollout_tensor))
+        plan = make_plan(phase, found, mesh, rollout_mesh)
+        yield f"== {name or phase.train.kind.value}"
+        yield from _models(found)
+        yield from _shapes(plan)
+        yield from _memory(plan, chip)
+        yield from _time(plan, CHIPS[chip])
+        yield ""
+    yield _assumptions(chip)
+
+
+def _models(sizes: dict[str, Sizes]) -> Iterator[str]:
+    for spec, found in sizes.items():
+        c = found.model
+        yield (
+            f"model   {spec}: {parameters(c):,} parameters, {c.num_layers} layers of width {c.hidden_size}, "
+            f"vocabulary {c.vocab_size:,} (sizes from {found.source})"
+        )
+
+
+def _shapes(plan: Plan) -> Iterator[str]:
+    shape, learn = tuple(plan.mesh.shape.values()), plan.config.learn
+    yield f"mesh    (data, fsdp, tensor) = {shape}, {plan.mesh.size} devices"
+    if plan.learner:
+        shards = sharding.row_shards(plan.mesh)
+        rows = [micro_batch_rows(n, learn.micro_batch_tokens, shards) for n in learn.row_buckets]
+        shapes = ", ".join(f"{b} × {n:,}" for b, n in zip(rows, learn.row_buckets, strict=True))
+        yield f"rows    {shapes} tokens in a micro-batch, whichever holds the longest row"
+    if plan.engine:
+        rollout = plan.config.rollout
+        for lane in lanes(plan.engine).values():
+            yield (
+                f"cache   {lane.groups} groups of {lane.history:,} tokens, "
+                f"each with {lane.candidates} × {lane.turn:,} of its own turn"
+            )
+        yield (
+            f"engine  {plan.config.mesh.rollout_tensor} devices of each process; prefill "
+            f"{rollout.prefill_rows} × {rollout.prefill_tokens:,}, decode {rollout.decode_steps} per dispatch"
+        )
+
+
+def _memory(plan: Plan, chip: str) -> Iterator[str]:
+    kinds = memory(plan)
+    for kind, size in kinds.items():
+        when = "sampling" if is_engines(kind) else "updating" if kind == GRADIENT else "always"
+        yield f"memory  {size / GB:8.3f} GB per device  {kind} ({when})"
+    sampling = sum(size for kind, size in kinds.items() if kind != GRADIENT)
+    updating = sum(size for kind, size in kinds.items() if not is_engines(kind))
+    limit = CHIPS[chip].memory / GB
+    yield (
+        f"memory  {sampling / GB:8.3f} GB while sampling, {updating / GB:.3f} GB while updating, before what "
+        f"programs need for themselves; {chip} has {limit:.1f} GB"
+    )
+
+
+def _time(plan: Plan, chip: Chip) -> Iterator[str]:
+    unit, count = _unit(plan.config)
+    seconds = {}
+    if plan.engine and plan.config.train.kind is not Kind.SUPERVISED:
+        seconds |= _sampling_seconds(plan, chip, _workflows(plan.config))
+    if plan.learner:
+        seconds |= _learning_seconds(plan, chip, _training_rows(plan.config))
+    parts = ", ".join(f"{part} {s:.3g}" for part, s in seconds.items())
+    yield f"time    {sum(seconds.values()):.3g} s for {count} {unit} ({parts})"
+
+
+def _unit(config: Config) -> tuple[str, int]:
+    if config.train.kind is Kind.SUPERVISED:
+        return "demonstrations, one step", config.train.questions
+    return "workflows" + (", one step" if config.train.kind is Kind.REINFORCE else ""), _workflows(config)
+
+
+def _workflows(config: Config) -> int:
+    """Of a step, or of an evaluation (of 1,000 questions where it asks all there are)."""
+    if config.train.kind is Kind.EVALUATE:
+        return (config.eval.questions or 1000) * config.eval.attempts
+    return config.train.questions * config.train.workflows
+
+
+def _training_rows(config: Config) -> list[Rows]:
+    rows = workflow_rows(config.team, config.team.candidates)
+    if config.train.kind is Kind.SUPERVISED:
+        searcher = rows["searcher"]
+        return [Rows(config.train.questions, searcher.length, searcher.generated)]
+    return [Rows(r.count * _workflows(config), r.length, r.generated) for r in rows.values()]
+
+
+def _learning_seconds(plan: Plan, chip: Chip, rows: list[Rows]) -> dict[str, float]:
+    speed = plan.mesh.size * chip.flops * FLOPS_SHARE
+    models = [plan.student.config, *(f.model.config for f in plan.frozen.values())]
+    score = sum((score_work(models, r) for r in rows), Work(0, 0))
+    update = sum((update_work(plan.student.config, r) for r in rows), Work(0, 0))
+    seconds = {"update": plan.config.learn.updates_per_batch * update.model / speed}
+    return {"score": score.model / speed} | seconds if plan.scorer else seconds
+
+
+def _sampling_seconds(plan: Plan, chip: Chip, workflows: int) -> dict[str, float]:
+    """Prefill is bound by products; decode by reading the weights and a full cache once per step."""
+    team, model, capacities = plan.config.team, plan.student.config, lanes(plan.engine)
+    candidates = max(capacities)
+    rows = workflow_rows(team, candidates)
+    answer = rows.pop("answerer")
+    each = max(1, workflows * HOST_DEVICES / max(HOST_DEVICES, plan.mesh.size))
+    prompts = (
+        sum(r.count * (r.length - r.generated) for r in rows.values()) + answer.length - answer.generated
+    )
+    # A Leader waits while its Searcher works: one of two conversations decodes.
+    alive = capacities[1].groups / (2 if team.workflow is Workflow.HIERARCHY else 1)
+    turns = sum(r.count * r.generated for r in rows.values())
+    steps = [
+        (capacities[1], max(1, each / alive) * turns),
+        (capacities[candidates], max(1, each / capacities[candidates].groups) * answer.generated),
+    ]
+    read = sum(count * decode_bytes(model, lane, plan.cache_itemsize) for lane, count in steps)
+    devices = plan.config.mesh.rollout_tensor
+    return {
+        "prefill": 2 * layer_weights(model) * each * prompts / (devices * chip.flops * FLOPS_SHARE),
+        "decode": read / (devices * chip.bandwidth * BANDWIDTH_SHARE),
+    }
+
+
+def _assumptions(chip: str) -> str:
+    return (
+        f"Times are formulas, nothing was run: {chip} at {FLOPS_SHARE:.0%} of its peak FLOP/s and "
+        f"{BANDWIDTH_SHARE:.0%} of its bandwidth, hosts of {HOST_DEVICES} devices; a workflow uses "
+        f"{USED:.0%} of the team's limits, prompts have {PROMPT_TOKENS} tokens, a demonstration is like a "
+        "Searcher's session; no time for searches, start-up and the hand-over of weights. Whether the "
+        "programs fit beside what is counted here, tools.compile_for_pod says."
+    )

@@ -1,0 +1,390 @@
+"""Compiles every device program of an experiment for a TPU pod, on a machine without TPUs.
+
+    python -m tools.compile_for_pod --config=configs/stage2.py --topology=v5e:8x8
+
+libtpu compiles ahead of time for the named topology (`pip install "jax[tpu]"`). The table says what each
+program needs on a device and what it computes; a program that does not fit is refused, with what would
+help, and the command fails. Nothing is loaded or downloaded: where model.init is no folder on this
+machine, the sizes of `--sizes` are taken. Topologies are named like v5e:4x4, v5p:4x4x4, v6e:8x8. The compiler
+takes 1 to 5 minutes for an update of 36 layers, seconds for the rest.
+"""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from absl import app
+from absl import flags as absl_flags
+
+from mopd_jax import flags
+from mopd_jax.config import Attention, Chain, Config, Precision, Remat, phases
+from mopd_jax.published import CHIPS, Chip
+
+if TYPE_CHECKING:
+    from mopd_jax.run.plan import Plan, Program, Sizes
+
+HOST_ONLY = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+"""Environment in which libtpu compiles and looks for no device."""
+GB = 1e9
+
+
+class Refused(ValueError):
+    """What was asked for cannot be compiled here, in words."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the compiler says of a program; bytes on one device."""
+
+    program: "Program"
+    peak: int
+    seconds: float
+    arguments: int = 0
+    temporaries: int = 0
+    accessed: float = 0.0
+    """Bytes read and written by the compiler's count, the body of every loop counted once."""
+    kernels: int = 0
+    """Hand-written kernels in the compiled text."""
+    refused: bool = False
+    """The compiler gave up: `peak` is what it would have used."""
+
+    @property
+    def total(self) -> int:
+        """Bytes used while the program runs, with what stays allocated beside it."""
+        return self.peak + self.program.beside
+
+
+def main(config: Config | Chain, topology: str, sizes: str) -> int:
+    """Prints the tables of every phase; returns the exit code, 1 if a program does not fit."""
+    if not importlib.util.find_spec("libtpu"):
+        raise Refused('libtpu is not installed, it is the compiler: pip install "jax[tpu]".')
+    os.environ |= HOST_ONLY
+    from mopd_jax.run.plan import assumed_sizes, model_sizes
+
+    pod, assumed, earlier = open_pod(topology), assumed_sizes(sizes), {}
+    fits = True
+    for name, phase in phases(config).items():
+        found = model_sizes(phase, earlier, assumed)
+        earlier[phase.run.dir] = found[phase.model.init]
+        print(f"# {name or phase.train.kind.value}\n")
+        plan = plan_on(pod, on_pod(phase, len(pod.devices)), found)
+        print(describe(plan, topology, found) + "\n", flush=True)
+        results = compile_all(plan)
+        print(format_fits(results, pod.chip), *format_sampling(results, plan, pod.chip), sep="\n")
+        problems = [verdict(fit, plan, pod.chip) for fit in results if fit.total > pod.chip.memory]
+        print("\n" + "\n".join(problems or [f"Everything fits {topology}."]) + "\n", flush=True)
+        fits &= not problems
+    return 0 if fits else 1
+
+
+def plan_on(pod: "Pod", phase: Config, sizes: "Mapping[str, Sizes]") -> "Plan":
+    """Returns the phase's parts on the pod's devices."""
+    from mopd_jax.model import sharding
+    from mopd_jax.run.plan import make_plan
+
+    tensor = phase.mesh.rollout_tensor
+    mesh = sharding.make_mesh(phase.mesh.shape, pod.devices)
+    return make_plan(phase, sizes, mesh, sharding.make_mesh((1, 1, tensor), pod.engine_devices(tensor)))
+
+
+# ---------------------------------------------------------------- devices
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A topology that programs can be compiled for."""
+
+    name: str
+    chip: Chip
+    devices: Sequence
+
+    @property
+    def host_devices(self) -> int:
+        """Devices of one host."""
+        return sum(d.process_index == self.devices[0].process_index for d in self.devices)
+
+    def engine_devices(self, count: int) -> Sequence:
+        """Returns so many devices of one host, as a topology of their own: ahead of time, the compiler takes
+        no program for a part of a larger one.
+
+        Raises:
+          Refused: a host has fewer, or they make no rectangle.
+        """
+        if count > self.host_devices or count not in HOST_BOUNDS:
+            raise Refused(
+                f"mesh.rollout_tensor = {count}, a host has {self.host_devices} devices: choose one of "
+                f"{', '.join(str(n) for n in HOST_BOUNDS if n <= self.host_devices)}."
+            )
+        generation, bounds = self.name.partition(":")[0], HOST_BOUNDS[count]
+        return open_devices(f"{generation}:{'x'.join(map(str, bounds))}", chips_per_host_bounds=bounds)
+
+
+HOST_BOUNDS = {1: (1, 1, 1), 2: (2, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}
+"""Devices → how they lie on a host."""
+
+
+def open_pod(topology: str) -> Pod:
+    """Returns the pod of that name.
+
+    Raises:
+      Refused: there is none.
+    """
+    generation, _, bounds = topology.partition(":")
+    if generation not in CHIPS or not re.fullmatch(r"\d+(x\d+){1,2}", bounds):
+        raise Refused(f"--topology={topology}: expected one of {', '.join(CHIPS)}, then e.g. :4x4 or :4x4x4.")
+    return Pod(topology, CHIPS[generation], open_devices(topology))
+
+
+def open_devices(topology: str, **settings) -> Sequence:
+    """Returns the devices of a topology.
+
+    Raises:
+      Refused: libtpu knows none of that name.
+    """
+    from jax.errors import JaxRuntimeError
+    from jax.experimental import topologies
+
+    if topology.startswith("v4"):
+        settings["chip_config_name"] = "megacore"  # one device per chip, as on the machines
+    try:
+        return topologies.get_topology_desc(topology, "tpu", **settings).devices
+    except JaxRuntimeError as error:
+        raise Refused(f"--topology={topology}: libtpu knows no such topology ({error}).") from error
+
+
+def on_pod(config: Config, devices: int) -> Config:
+    """Returns the phase with a mesh over so many devices: its own, or (1, devices, 1) if that is for another
+    number, which is said."""
+    if math.prod(config.mesh.shape) == devices:
+        return config
+    shape = (1, devices, 1)
+    spelled = str(shape).replace(" ", "")
+    print(
+        f"Note: mesh.shape = {config.mesh.shape} is not for {devices} devices, so this is compiled for "
+        f"{shape}. Train there with --config.mesh.shape={spelled}."
+    )
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, shape=shape))
+
+
+# ---------------------------------------------------------------- compiling
+
+
+def compile_all(plan: "Plan") -> list[Fit]:
+    """Compiles one program after the other."""
+    from mopd_jax.run.plan import programs
+
+    fits = []
+    for program in programs(plan):
+        print(f"{program.name}: compiling …", file=sys.stderr, flush=True)
+        fit = compile_program(program)
+        peak = f"{fit.peak / GB:.2f} GB"
+        print(f"{program.name}: {peak} after {fit.seconds:.0f} s", file=sys.stderr, flush=True)
+        fits.append(fit)
+    return fits
+
+
+def compile_program(program: "Program") -> Fit:
+    """Returns how a program fits; one for which the compiler finds no memory is `refused`."""
+    from jax.errors import JaxRuntimeError
+
+    start = time.monotonic()
+    try:
+        compiled = program.lowered.compile()
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return Fit(program, used_bytes(str(error)), time.monotonic() - start, refused=True)
+    seconds, memory = time.monotonic() - start, compiled.memory_analysis()
+    return Fit(
+        program,
+        peak=memory.peak_memory_in_bytes,
+        seconds=seconds,
+        arguments=memory.argument_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        accessed=compiled.cost_analysis()["bytes accessed"],
+        kernels=compiled.as_text().count("tpu_custom_call"),
+    )
+
+
+def used_bytes(refusal: str) -> int:
+    """Returns what a program would have used, out of the compiler's words; where they say nothing of it, they
+    are raised.
+
+    "… Used 20.30G of 15.75G hbm …", or "… memory required for … (20.30G) exceeds available HBM (15.75G)".
+    """
+    found = re.search(r"Used ([\d.]+)([KMGT]) of \S+ hbm|\(([\d.]+)([KMGT])\) exceeds available HBM", refusal)
+    if not found:
+        raise Refused(refusal)
+    number, unit = (x for x in found.groups() if x)
+    return int(float(number) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[unit])
+
+
+# ---------------------------------------------------------------- words
+
+
+def describe(plan: "Plan", topology: str, sizes: dict) -> str:
+    """Returns what is compiled: models, meshes and the shapes of the learner's rows."""
+    from mopd_jax.run.estimate import parameters
+    from mopd_jax.run.plan import longest_rows
+
+    lines = [
+        f"{spec}: Qwen3 with {parameters(found.model) / 1e9:.3f}e9 parameters, sizes from {found.source}"
+        for spec, found in sizes.items()
+    ]
+    mesh, tensor = tuple(plan.mesh.shape.values()), plan.config.mesh.rollout_tensor
+    lines.append(
+        f"{topology}, mesh (data, fsdp, tensor) = {mesh}; each host's engine on {tensor} of its devices"
+    )
+    if plan.learner:
+        rows, length = longest_rows(plan).ids.shape
+        lines.append(
+            f"update: {rows} rows × {length} tokens, attention = {plan.student.config.attention.value}"
+        )
+    return "\n".join(lines)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a Markdown table whose columns are aligned: the first to the left, the others to the right."""
+    lines = [list(header), ["---", *["--:"] * (len(header) - 1)], *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+    def show(line: list[str]) -> str:
+        cells = [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]
+        return f"| {' | '.join(cells)} |"
+
+    return "\n".join(map(show, lines))
+
+
+def format_fits(fits: Sequence[Fit], chip: Chip) -> str:
+    """Returns the table of all programs."""
+    header = (
+        "program",
+        "arguments, GB",
+        "peak, GB",
+        "with what stays beside",
+        f"of {chip.memory / GB:.1f}",
+        "model TFLOP",
+        "s at 100 %",
+        "MFU ceiling",
+        "kernels",
+        "compiled in, s",
+    )
+    return table(header, (_fit_row(fit, chip) for fit in fits))
+
+
+def _fit_row(fit: Fit, chip: Chip) -> list[str]:
+    work = fit.program.work
+    flops = ["–", "–", "–"]
+    if work.model:
+        seconds = work.model / (fit.program.devices * chip.flops)
+        flops = [f"{work.model / 1e12:.3g}", f"{seconds:.3g}", f"{work.ceiling:.0%}"]
+    return [
+        fit.program.name,
+        "–" if fit.refused else f"{fit.arguments / GB:.2f}",
+        f"{fit.peak / GB:.2f}",
+        f"{fit.total / GB:.2f}",
+        "fits" if fit.total <= chip.memory else "refused" if fit.refused else "too much",
+        *flops,
+        "–" if fit.refused else str(fit.kernels),
+        f"{fit.seconds:.0f}",
+    ]
+
+
+def format_sampling(fits: Sequence[Fit], plan: "Plan", chip: Chip) -> list[str]:
+    """Returns a line per decode program: temporaries against the cache, bytes against the floor, and what
+    candidates save by sharing their prefix."""
+    from mopd_jax.run.estimate import cache_bytes, copied_cache_bytes, decode_bytes
+
+    lines, model = [], plan.student.config
+    itemsize = plan.cache_itemsize
+    for fit in fits:
+        if fit.program.lane is None or fit.refused or not fit.program.name.startswith("decode"):
+            continue
+        lane, devices = fit.program.lane, fit.program.devices
+        cache, copies = (f(model, lane, itemsize) / devices for f in (cache_bytes, copied_cache_bytes))
+        floor = decode_bytes(model, lane, itemsize) / devices
+        lines.append(
+            f"{fit.program.name}: cache {cache / GB:.2f} GB on a device, temporaries "
+            f"{fit.temporaries / 1e6:.1f} MB ({fit.temporaries / cache:.2%}); a step over a full cache reads "
+            f"at least {floor / GB:.2f} GB, {1e3 * floor / chip.bandwidth:.1f} ms at 100 % of the bandwidth"
+        )
+        if lane.candidates > 1:
+            lines.append(
+                f"{lane.candidates} candidates share their prefix: {cache / GB:.2f} GB on a device, "
+                f"{copies / GB:.2f} GB with a copy for each"
+            )
+    return lines
+
+
+def verdict(fit: Fit, plan: "Plan", chip: Chip) -> str:
+    """Returns which program does not fit, by how much, and what to change."""
+    used = f"{fit.peak / GB:.2f} GB on a device"
+    if fit.program.beside:
+        used += f" beside {fit.program.beside / GB:.2f} GB that stay allocated"
+    excess = (fit.total - chip.memory) / GB
+    help_ = "; ".join(advice(fit, plan))
+    return (
+        f"{fit.program.name} does not fit: {used}, the limit is {chip.memory / GB:.2f} GB, "
+        f"{excess:.2f} GB too much. Change: {help_}."
+    )
+
+
+def advice(fit: Fit, plan: "Plan") -> list[str]:
+    """Returns the changes that would lower a program's memory, the cheapest first."""
+    return _sampling_advice(fit, plan) if fit.program.lane else _learning_advice(plan)
+
+
+def _sampling_advice(fit: Fit, plan: "Plan") -> list[str]:
+    lane, model = fit.program.lane, plan.config.model
+    groups = "rollout.conversations" if lane.candidates == 1 else "rollout.requests"
+    changes = [f"fewer {groups} (now {lane.groups})", "a shorter team.row_tokens"]
+    if model.rollout is Precision.FLOAT32:
+        changes.insert(0, "model.rollout = bfloat16")
+    return [
+        *changes,
+        f"a larger mesh.rollout_tensor (now {fit.program.devices}), up to the devices of a host",
+    ]
+
+
+def _learning_advice(plan: "Plan") -> list[str]:
+    from mopd_jax.model.sharding import row_shards
+    from mopd_jax.run.plan import longest_rows
+
+    model, (rows, length), shards = plan.config.model, longest_rows(plan).ids.shape, row_shards(plan.mesh)
+    changes = {
+        "model.attention = splash": model.attention is Attention.XLA,
+        "model.remat = full": model.remat is Remat.NONE,
+        "model.compute = bfloat16": model.compute is Precision.FLOAT32,
+        "model.frozen = bfloat16": bool(plan.frozen) and model.frozen is Precision.FLOAT32,
+        f"learn.micro_batch_tokens = {shards * length}, one row on a device (now {rows // shards})": rows
+        > shards,
+        f"a larger fsdp axis (mesh.shape is {plan.config.mesh.shape})": plan.mesh.shape["fsdp"]
+        < plan.mesh.size,
+        f"more devices (now {plan.mesh.size})": True,
+        "shorter rows (team.row_tokens, learn.row_buckets)": True,
+    }
+    return [change for change, helps in changes.items() if helps]
+
+
+def _run(config: Config | Chain, topology: str, sizes: str) -> None:
+    try:
+        sys.exit(main(config, topology, sizes))
+    except Refused as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    _CONFIG = flags.define_config()
+    _TOPOLOGY = absl_flags.DEFINE_string(
+        "topology", "v5e:8x8", "Pod to compile for, e.g. v5e:4x4 or v5p:4x4x4."
+    )
+    _SIZES = flags.define_sizes()
+    app.run(lambda _: _run(_CONFIG.value, _TOPOLOGY.value, _SIZES.value), flags_parser=flags.parse)
