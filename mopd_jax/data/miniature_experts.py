@@ -45,7 +45,7 @@ class Noise:
 
 
 STREAMS = {
-    "facts": Noise(),
+    "facts": Noise(restless=0.4),
     "noisy": Noise(
         skip=0.25,
         vague=0.2,
@@ -57,7 +57,8 @@ STREAMS = {
         mistaken=0.05,
     ),
 }
-"""The streams of the warm-up: clean look-ups, then what makes the base policy as weak as it should be."""
+"""The streams of the warm-up: look-ups without a mistake, then what makes the base policy as weak as it
+should be. Sub-tasks that nobody needs are in both: an Answerer must find what was asked among the results."""
 
 K = 3
 """Documents per search [P]."""
