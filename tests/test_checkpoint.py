@@ -210,7 +210,7 @@ def test_config_to_dict_is_json_in_words():
     values = checkpoint.config_to_dict(Config())
     assert values["learn"]["searcher"] == "opd"
     assert values["learn"]["row_buckets"] == [1024, 2048, 4096, 8192]
-    assert values["model"]["architecture"]["rope_theta"] == 10000.0
+    assert values["model"]["architecture"]["rope_theta"] == 100.0
     assert checkpoint.config_to_dict(Chain()) == {"run": values["run"]}
 
 

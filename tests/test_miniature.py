@@ -240,7 +240,7 @@ def test_without_search_experts_only_guess(world, search):
 
 def test_the_noisy_experts_are_weak_and_search_little(world, search):
     cascade, hierarchy = (_played(workflow, STREAMS["noisy"], world, search) for workflow in Workflow)
-    assert 0.28 < _accuracy(cascade) < 0.42 and 0.42 < _accuracy(hierarchy) < 0.62
+    assert 0.28 < _accuracy(cascade) < 0.42 and 0.55 < _accuracy(hierarchy) < 0.7
     for played in (cascade, hierarchy):
         assert 1.0 < np.mean([outcome.searches for _, _, outcome in played]) < 2.0
     for role, low, high in ((Role.LEADER, 0.0, 0.0), (Role.SEARCHER, 0.02, 0.15), (Role.ANSWERER, 0.0, 0.0)):
