@@ -65,6 +65,9 @@ class Replay:
     def load(self, params) -> None:
         pass
 
+    def unload(self) -> None:
+        pass
+
     def run(self, _, tasks: list[Task]) -> list[Episode]:
         self.played.append(len(tasks))
         return [recorded(task) for task in tasks]

@@ -201,14 +201,14 @@ def test_eight_devices_compute_what_one_computes(model, params, mesh):
 def test_sampler_programs_on_a_mesh_are_those_of_one_device(model, params, mesh):
     rng = np.random.default_rng(1)
     G, R = 4, 4
-    chunk, groups, lengths = random_ids(rng, R, 5), np.array([2, 0, G, 1]), np.array([5, 3, 4, 2])
+    chunk, groups, lengths = random_ids(rng, R, 5), jnp.array([2, 0, G, 1]), jnp.array([5, 3, 4, 2])
     ids, active = random_ids(rng, G, 1), np.array([[True], [True], [True], [False]])
 
     def turn(params, cache):
         cache = model.apply({"params": params}, cache, chunk, groups, lengths, method="extend")
         hidden, cache = model.apply({"params": params}, cache, ids, active, method="decode")
         cache = copy_history(
-            commit_turns(cache, np.array([0, 2])), np.array([2]), np.array([3]), np.array([4])
+            commit_turns(cache, jnp.array([0, 2])), jnp.array([2]), jnp.array([3]), jnp.array([4])
         )
         return hidden, cache
 
