@@ -29,9 +29,20 @@ from tests.tiny_hosts import get_config
 FLAGS = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
 
 
+STARTED: list[subprocess.Popen] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left():
+    """A test that failed does not leave its processes running."""
+    yield
+    for process in STARTED:
+        process.kill()
+
+
 def start(module: str, *arguments: str, devices: int) -> subprocess.Popen:
     count = f"--xla_force_host_platform_device_count={devices}"
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env=os.environ | {"XLA_FLAGS": f"{FLAGS} {count}"},
@@ -39,6 +50,8 @@ def start(module: str, *arguments: str, devices: int) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
     )
+    STARTED.append(process)
+    return process
 
 
 def meeting_point() -> str:
@@ -55,7 +68,7 @@ def start_two(module: str, *arguments: str) -> list[subprocess.Popen]:
 
 def speech(process: subprocess.Popen) -> tuple[str, str]:
     """Waits for the end; returns what the program said to stdout (less what Gloo says there) and stderr."""
-    output, errors = process.communicate(timeout=900)
+    output, errors = process.communicate(timeout=1800)
     return re.sub(r"\[Gloo\].*\n", "", output), errors
 
 
@@ -152,7 +165,7 @@ def stop_one_of_two(folder: pathlib.Path, config: str) -> tuple[int, str]:
     have stopped, and the output of one process that takes the run to its end."""
     arguments = config, f"--config.run.dir={folder}"
     two = start_two("mopd_jax.train", *arguments)
-    wait_for_lines(folder, 1, two[0])
+    wait_for_lines(folder, 1, two[0], seconds=900)
     two[1].send_signal(signal.SIGTERM)
     (output, errors), (silence, others) = map(speech, two)
     assert [process.returncode for process in two] == [143, 143], errors + others
@@ -234,7 +247,7 @@ def test_two_processes_run_the_whole_chain(tmp_path):
 def test_a_killed_process_takes_the_other_with_it(tmp_path):
     config = "--config=tests/tiny_hosts.py"
     two = start_two("mopd_jax.train", config, f"--config.run.dir={tmp_path}", "--config.train.steps=9999")
-    wait_for_lines(tmp_path, 1, two[0])
+    wait_for_lines(tmp_path, 1, two[0], seconds=900)
     two[1].kill()
     began = time.monotonic()
     two[0].communicate(timeout=200)

@@ -38,9 +38,9 @@ def start(config: str, *overrides: str, **environment: str) -> subprocess.Popen:
     )
 
 
-def wait_for_lines(folder: pathlib.Path, count: int, process: subprocess.Popen) -> None:
+def wait_for_lines(folder: pathlib.Path, count: int, process: subprocess.Popen, seconds: int = 300) -> None:
     path = folder / "metrics.jsonl"
-    for _ in range(3000):
+    for _ in range(10 * seconds):
         if path.exists() and len(path.read_text().splitlines()) >= count:
             return
         assert process.poll() is None, process.stdout.read()
