@@ -9,6 +9,7 @@ import difflib
 import enum
 import functools
 import math
+import re
 import typing
 from collections.abc import Iterable, Iterator
 
@@ -165,6 +166,10 @@ def _numbers(c: Config) -> Iterator[Finding]:
 def _run(run: RunConfig) -> Iterator[Finding]:
     if not run.dir:
         yield "run.dir", "a run needs a folder"
+    if run.dir.startswith("~"):
+        yield "run.dir", "the shell left ~ as it is: spell the folder in full"
+    if re.match(r"\w+:/(?!/)", run.dir):
+        yield "run.dir", "did you mean two slashes, as in gs://bucket/run?"
     if not 0 <= run.seed < 2**32:
         yield "run.seed", "must lie between 0 and 2**32 - 1"
     first, last = run.profile_steps

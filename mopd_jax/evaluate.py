@@ -33,9 +33,11 @@ def prepare(config: Config | Chain, others: flags.Hosts) -> None:
     """
     import jax
 
-    from mopd_jax.run import hosts
+    from mopd_jax.run import checkpoint, hosts
 
     hosts.initialize(*others)
+    if hosts.is_first():
+        checkpoint.check_writable(config.run.dir)
     hosts.check_shared(config.run.dir)
     logging.set_verbosity(logging.WARNING)  # Orbax tells its every step otherwise
     if not jax.config.jax_compilation_cache_dir:

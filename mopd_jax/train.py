@@ -55,6 +55,7 @@ def train(name: str, config: Config) -> bool:
 
     from mopd_jax.learn.learner import Learner
     from mopd_jax.model import sharding
+    from mopd_jax.model.folders import refuse_foreign_files
     from mopd_jax.run import checkpoint, console, hosts, parts, sources
     from mopd_jax.run.metrics import MetricsWriter, Pace, Profile, Stopwatch
     from mopd_jax.run.validation import Validation
@@ -65,9 +66,7 @@ def train(name: str, config: Config) -> bool:
     if finished and not checkpoint.check_resume(finished, meta, config):
         print(f"{folder} is finished already.")
         return True
-    if hosts.is_first():
-        (folder / "finished.json").unlink(missing_ok=True)
-        checkpoint.write_json(folder / "settings.json", meta["config"])
+    refuse_foreign_files(folder / "export", parts.notes(config.team))
 
     # ---------------------------------------------------------------- models, mesh, learner
     mesh = sharding.make_mesh(config.mesh.shape)
@@ -93,6 +92,9 @@ def train(name: str, config: Config) -> bool:
         done, state = 0, learner.init_state(params)
 
     # ---------------------------------------------------------------- the loop
+    if hosts.is_first():  # a start that was refused above has changed nothing
+        (folder / "finished.json").unlink(missing_ok=True)
+        checkpoint.write_json(folder / "settings.json", meta["config"])
     writer = MetricsWriter(folder, done + 1) if hosts.is_first() else None
     watch, pace = Stopwatch(), Pace()
     profile = Profile(folder / "profile", config.run.profile_steps)

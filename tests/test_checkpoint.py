@@ -251,6 +251,15 @@ def test_changes_are_refused_unless_told(caplog):
     assert "- optim.lr: 1e-06 → 0.001" in caplog.text
 
 
+def test_a_folder_that_is_a_file_is_refused_before_any_work(tmp_path):
+    checkpoint.check_writable(tmp_path / "new" / "run")
+    assert not list((tmp_path / "new" / "run").iterdir())
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match=r"Nothing can be written to run\.dir = .*name another"):
+        checkpoint.check_writable(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_json_files_are_replaced_whole(tmp_path):
     path = tmp_path / "new" / "best.json"
     assert checkpoint.read_json(path) is None

@@ -312,6 +312,8 @@ def test_every_number_has_a_bound():
         (stage2, {"learn.clip": 1.0}, "config.learn.clip = 1.0: must lie between 0 and 1."),
         (stage2, {"learn.sampler_weight_cap": 0.5}, "must be at least 1"),
         (stage2, {"run.dir": ""}, "config.run.dir = '': a run needs a folder."),
+        (stage2, {"run.dir": "~/runs"}, "spell the folder in full"),
+        (stage2, {"run.dir": "gs:/bucket/run"}, "did you mean two slashes"),
         # the importance ratio
         (stage2, {"rollout.temperature": 0.7}, "config.rollout.temperature = 0.7: must be 1:"),
         (stage2, {"rollout.top_p": 0.9}, "config.rollout.top_p = 0.9: must be 1:"),

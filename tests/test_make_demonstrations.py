@@ -160,6 +160,25 @@ def test_the_command_writes_readable_conversations_and_prints_counts(tmp_path, c
     assert len(read_conversations(out)) == 3
 
 
+def test_nothing_is_written_where_nothing_could_be_demonstrated(tmp_path, corpus):
+    questions = write_questions(tmp_path / "nq.jsonl", ("train_1", "Is it?", ["no"]))
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(SystemExit, match=r"No question could be demonstrated, .* is not written: 1 read"):
+        tool.main(["--questions", questions, "--corpus", corpus, "--out", str(out)])
+    assert [file.name for file in tmp_path.iterdir() if "out" in file.name] == []
+
+
+def test_what_would_lose_a_file_is_refused(tmp_path, corpus):
+    questions = write_questions(tmp_path / "nq.jsonl", ("train_1", "Is it?", ["no"]))
+    flags = ["--questions", questions, "--corpus", corpus]
+    for out, words in ((corpus, "one of the files to read"), (str(tmp_path), "is a folder")):
+        with pytest.raises(SystemExit, match=words):
+            tool.main([*flags, "--out", out])
+    with pytest.raises(SystemExit, match="--limit -5"):
+        tool.main([*flags, "--out", str(tmp_path / "out"), "--limit", "-5"])
+    assert len(BM25Search(corpus).search(["Oslo"], 1)[0]) == 1
+
+
 def test_real_questions_become_conversations(shared_data, tmp_path, capsys):
     """On passages that hold the answers of TriviaQA questions: cut down to 600 of them and 40 questions."""
     corpus = tmp_path / "corpus.jsonl"

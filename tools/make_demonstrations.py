@@ -69,6 +69,7 @@ class Finding:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` defaults to the process' own arguments."""
     args = _parse(argv)
+    _check(args)
     start = time.time()
     questions, counts = read_questions(args.questions)
     retriever = BM25Search(args.corpus)
@@ -83,10 +84,26 @@ def main(argv: Sequence[str] | None = None) -> None:
             else:
                 counts["demonstrated"] += 1
                 out.writelines(json.dumps(as_json(conversation)) + "\n" for conversation in made)
+    if not counts["demonstrated"]:
+        unfinished.unlink()
+        reasons = ", ".join(f"{count:,d} {name}" for name, count in counts.items() if count)
+        raise SystemExit(f"No question could be demonstrated, {args.out} is not written: {reasons}.")
     unfinished.replace(args.out)
     print(f"{args.out}: {3 * counts['demonstrated']} conversations, {time.time() - start:.0f} s")
     for name, count in counts.items():
         print(f"{count:8,d}  {name}")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuses what would lose a file, or a place where nothing can be written."""
+    out = epath.Path(args.out)
+    if args.out in (args.corpus, *args.questions):
+        raise SystemExit(f"--out {args.out} is one of the files to read: name another one.")
+    if out.is_dir():
+        raise SystemExit(f"--out {args.out} is a folder, expected a file to write.")
+    if args.limit < 0:
+        raise SystemExit(f"--limit {args.limit}: expected a number of questions, or 0 for all.")
+    out.parent.mkdir(parents=True, exist_ok=True)
 
 
 def read_questions(paths: Sequence[str]) -> tuple[list[Question], collections.Counter]:

@@ -147,6 +147,23 @@ def _check_layout(step: int, saved: dict[str, str], wanted: dict[str, str]) -> N
         )
 
 
+def check_writable(folder: epath.PathLike) -> None:
+    """Makes a folder if it is not there, and tries to write in it.
+
+    Raises:
+      ValueError: it is a file, or cannot be written.
+    """
+    probe = epath.Path(folder) / "writable.tmp"
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"Nothing can be written to run.dir = {folder} ({error}): name another folder."
+        ) from error
+
+
 def write_json(path: epath.PathLike, value: Any) -> None:
     """Writes a file that is whole at any moment: beside it first, then renamed."""
     path = epath.Path(path)
