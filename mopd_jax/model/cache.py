@@ -162,6 +162,7 @@ def _write(
     XLA on TPU would rather bring the whole of it into another order and back.
     """
     _, G, K, P, H = history.shape
+    groups_R, start_R, length_R = map(jnp.asarray, (groups_R, start_R, length_R))
     window = min(rows_RTKH.shape[1], P)
 
     def write_row(r, history):
