@@ -294,7 +294,7 @@ class LearnConfig:
     updates_per_batch: int = 1
     """Optimizer steps per batch of episodes [D]."""
     row_buckets: tuple[int, ...] = (1024, 2048, 4096, 8192)
-    """Lengths of packed rows; a batch takes the shortest that holds its longest row."""
+    """Lengths of packed rows; a row goes into the shortest that holds it, or fills a longer one."""
     micro_batch_tokens: int = 65536
     """Tokens of one forward/backward over all devices; more are accumulated."""
     logit_chunk: int = 512

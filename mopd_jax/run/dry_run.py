@@ -78,7 +78,7 @@ def _shapes(plan: Plan) -> Iterator[str]:
         shards = sharding.row_shards(plan.mesh)
         rows = [micro_batch_rows(n, learn.micro_batch_tokens, shards) for n in learn.row_buckets]
         shapes = ", ".join(f"{b} × {n:,}" for b, n in zip(rows, learn.row_buckets, strict=True))
-        yield f"rows    {shapes} tokens in a micro-batch, whichever holds the longest row"
+        yield f"rows    {shapes} tokens in a micro-batch, by the length of the rows"
     if plan.engine:
         rollout = plan.config.rollout
         for lane in lanes(plan.engine).values():
