@@ -164,8 +164,8 @@ def _learning_changes(plan: Plan) -> dict[str, bool]:
 
 
 def _mesh_changes(plan: Plan) -> dict[str, bool]:
+    fsdp, devices = plan.mesh.shape["fsdp"], plan.mesh.size
     return {
-        f"a larger fsdp axis (mesh.shape is {plan.config.mesh.shape})": plan.mesh.shape["fsdp"]
-        < plan.mesh.size,
-        f"more devices (now {plan.mesh.size})": True,
+        f"a larger fsdp axis (mesh.shape is {plan.config.mesh.shape})": fsdp < devices,
+        f"more devices (now {devices})": True,
     }
