@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,41 +24,19 @@ from absl import app
 from absl import flags as absl_flags
 
 from mopd_jax import flags
-from mopd_jax.config import Attention, Chain, Config, Precision, Remat, phases
+from mopd_jax.config import Chain, Config, phases
 from mopd_jax.published import CHIPS, Chip
 
 if TYPE_CHECKING:
+    from mopd_jax.run.fit import Fit
     from mopd_jax.run.plan import Plan, Program, Sizes
 
 HOST_ONLY = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 """Environment in which libtpu compiles and looks for no device."""
-GB = 1e9
 
 
 class Refused(ValueError):
     """What was asked for cannot be compiled here, in words."""
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What the compiler says of a program; bytes on one device."""
-
-    program: "Program"
-    peak: int
-    seconds: float
-    arguments: int = 0
-    temporaries: int = 0
-    accessed: float = 0.0
-    """Bytes read and written by the compiler's count, the body of every loop counted once."""
-    kernels: int = 0
-    """Hand-written kernels in the compiled text."""
-    refused: bool = False
-    """The compiler gave up: `peak` is what it would have used."""
-
-    @property
-    def total(self) -> int:
-        """Bytes used while the program runs, with what stays allocated beside it."""
-        return self.peak + self.program.beside
 
 
 def main(config: Config | Chain, topology: str, sizes: str) -> int:
@@ -66,6 +44,7 @@ def main(config: Config | Chain, topology: str, sizes: str) -> int:
     if not importlib.util.find_spec("libtpu"):
         raise Refused('libtpu is not installed, it is the compiler: pip install "jax[tpu]".')
     os.environ |= HOST_ONLY
+    from mopd_jax.run import fit
     from mopd_jax.run.plan import assumed_sizes, model_sizes
 
     pod, assumed, earlier = open_pod(topology), assumed_sizes(sizes), {}
@@ -77,8 +56,8 @@ def main(config: Config | Chain, topology: str, sizes: str) -> int:
         plan = plan_on(pod, on_pod(phase, len(pod.devices)), found)
         print(describe(plan, topology, found) + "\n", flush=True)
         results = compile_all(plan)
-        print(format_fits(results, pod.chip), *format_sampling(results, plan, pod.chip), sep="\n")
-        problems = [verdict(fit, plan, pod.chip) for fit in results if fit.total > pod.chip.memory]
+        print(fit.format_fits(results, pod.chip), *fit.format_sampling(results, plan, pod.chip), sep="\n")
+        problems = fit.verdict(results, plan, pod.chip)
         print("\n" + "\n".join(problems or [f"Everything fits {topology}."]) + "\n", flush=True)
         fits &= not problems
     return 0 if fits else 1
@@ -176,8 +155,9 @@ def on_pod(config: Config, devices: int) -> Config:
 # ---------------------------------------------------------------- compiling
 
 
-def compile_all(plan: "Plan") -> list[Fit]:
+def compile_all(plan: "Plan") -> "list[Fit]":
     """Compiles one program after the other."""
+    from mopd_jax.run.fit import GB
     from mopd_jax.run.plan import programs
 
     fits = []
@@ -190,9 +170,11 @@ def compile_all(plan: "Plan") -> list[Fit]:
     return fits
 
 
-def compile_program(program: "Program") -> Fit:
+def compile_program(program: "Program") -> "Fit":
     """Returns how a program fits; one for which the compiler finds no memory is `refused`."""
     from jax.errors import JaxRuntimeError
+
+    from mopd_jax.run.fit import Fit
 
     start = time.monotonic()
     try:
@@ -226,9 +208,6 @@ def used_bytes(refusal: str) -> int:
     return int(float(number) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[unit])
 
 
-# ---------------------------------------------------------------- words
-
-
 def describe(plan: "Plan", topology: str, sizes: dict) -> str:
     """Returns what is compiled: models, meshes and the shapes of the learner's rows."""
     from mopd_jax.run.estimate import parameters
@@ -248,129 +227,6 @@ def describe(plan: "Plan", topology: str, sizes: dict) -> str:
             f"update: {rows} rows × {length} tokens, attention = {plan.student.config.attention.value}"
         )
     return "\n".join(lines)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table whose columns are aligned: the first to the left, the others to the right."""
-    lines = [list(header), ["---", *["--:"] * (len(header) - 1)], *map(list, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-
-    def show(line: list[str]) -> str:
-        cells = [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]
-        return f"| {' | '.join(cells)} |"
-
-    return "\n".join(map(show, lines))
-
-
-def format_fits(fits: Sequence[Fit], chip: Chip) -> str:
-    """Returns the table of all programs."""
-    header = (
-        "program",
-        "arguments, GB",
-        "peak, GB",
-        "with what stays beside",
-        f"of {chip.memory / GB:.1f}",
-        "model TFLOP",
-        "s at 100 %",
-        "MFU ceiling",
-        "kernels",
-        "compiled in, s",
-    )
-    return table(header, (_fit_row(fit, chip) for fit in fits))
-
-
-def _fit_row(fit: Fit, chip: Chip) -> list[str]:
-    work = fit.program.work
-    flops = ["–", "–", "–"]
-    if work.model:
-        seconds = work.model / (fit.program.devices * chip.flops)
-        flops = [f"{work.model / 1e12:.3g}", f"{seconds:.3g}", f"{work.ceiling:.0%}"]
-    return [
-        fit.program.name,
-        "–" if fit.refused else f"{fit.arguments / GB:.2f}",
-        f"{fit.peak / GB:.2f}",
-        f"{fit.total / GB:.2f}",
-        "fits" if fit.total <= chip.memory else "refused" if fit.refused else "too much",
-        *flops,
-        "–" if fit.refused else str(fit.kernels),
-        f"{fit.seconds:.0f}",
-    ]
-
-
-def format_sampling(fits: Sequence[Fit], plan: "Plan", chip: Chip) -> list[str]:
-    """Returns a line per decode program: temporaries against the cache, bytes against the floor, and what
-    candidates save by sharing their prefix."""
-    from mopd_jax.run.estimate import cache_bytes, copied_cache_bytes, decode_bytes
-
-    lines, model = [], plan.student.config
-    itemsize = plan.cache_itemsize
-    for fit in fits:
-        if fit.program.lane is None or fit.refused or not fit.program.name.startswith("decode"):
-            continue
-        lane, devices = fit.program.lane, fit.program.devices
-        cache, copies = (f(model, lane, itemsize) / devices for f in (cache_bytes, copied_cache_bytes))
-        floor = decode_bytes(model, lane, itemsize) / devices
-        lines.append(
-            f"{fit.program.name}: cache {cache / GB:.2f} GB on a device, temporaries "
-            f"{fit.temporaries / 1e6:.1f} MB ({fit.temporaries / cache:.2%}); a step over a full cache reads "
-            f"at least {floor / GB:.2f} GB, {1e3 * floor / chip.bandwidth:.1f} ms at 100 % of the bandwidth"
-        )
-        if lane.candidates > 1:
-            lines.append(
-                f"{lane.candidates} candidates share their prefix: {cache / GB:.2f} GB on a device, "
-                f"{copies / GB:.2f} GB with a copy for each"
-            )
-    return lines
-
-
-def verdict(fit: Fit, plan: "Plan", chip: Chip) -> str:
-    """Returns which program does not fit, by how much, and what to change."""
-    used = f"{fit.peak / GB:.2f} GB on a device"
-    if fit.program.beside:
-        used += f" beside {fit.program.beside / GB:.2f} GB that stay allocated"
-    excess = (fit.total - chip.memory) / GB
-    help_ = "; ".join(advice(fit, plan))
-    return (
-        f"{fit.program.name} does not fit: {used}, the limit is {chip.memory / GB:.2f} GB, "
-        f"{excess:.2f} GB too much. Change: {help_}."
-    )
-
-
-def advice(fit: Fit, plan: "Plan") -> list[str]:
-    """Returns the changes that would lower a program's memory, the cheapest first."""
-    return _sampling_advice(fit, plan) if fit.program.lane else _learning_advice(plan)
-
-
-def _sampling_advice(fit: Fit, plan: "Plan") -> list[str]:
-    lane, model = fit.program.lane, plan.config.model
-    groups = "rollout.conversations" if lane.candidates == 1 else "rollout.requests"
-    changes = [f"fewer {groups} (now {lane.groups})", "a shorter team.row_tokens"]
-    if model.rollout is Precision.FLOAT32:
-        changes.insert(0, "model.rollout = bfloat16")
-    return [
-        *changes,
-        f"a larger mesh.rollout_tensor (now {fit.program.devices}), up to the devices of a host",
-    ]
-
-
-def _learning_advice(plan: "Plan") -> list[str]:
-    from mopd_jax.model.sharding import row_shards
-    from mopd_jax.run.plan import longest_rows
-
-    model, (rows, length), shards = plan.config.model, longest_rows(plan).ids.shape, row_shards(plan.mesh)
-    changes = {
-        "model.attention = splash": model.attention is Attention.XLA,
-        "model.remat = full": model.remat is Remat.NONE,
-        "model.compute = bfloat16": model.compute is Precision.FLOAT32,
-        "model.frozen = bfloat16": bool(plan.frozen) and model.frozen is Precision.FLOAT32,
-        f"learn.micro_batch_tokens = {shards * length}, one row on a device (now {rows // shards})": rows
-        > shards,
-        f"a larger fsdp axis (mesh.shape is {plan.config.mesh.shape})": plan.mesh.shape["fsdp"]
-        < plan.mesh.size,
-        f"more devices (now {plan.mesh.size})": True,
-        "shorter rows (team.row_tokens, learn.row_buckets)": True,
-    }
-    return [change for change, helps in changes.items() if helps]
 
 
 def _run(config: Config | Chain, topology: str, sizes: str) -> None:
