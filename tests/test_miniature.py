@@ -222,13 +222,13 @@ def test_the_clean_expert_is_limited_by_the_search_alone(clean):
         )
 
 
-def test_sub_tasks_that_nobody_needs_do_not_mislead_the_answerer(world, search):
-    """A restless Leader uses all its turns; the Answerer finds what was asked among the results."""
+def test_looking_a_fact_up_again_costs_searches_and_no_answer(world, search):
+    """A careful Leader uses all its turns, each of them for the next fact or for the last one again."""
     plain = _played(Workflow.HIERARCHY, Noise(), world, search)
-    restless = _played(Workflow.HIERARCHY, Noise(restless=1.0), world, search)
-    searches = [np.mean([outcome.searches for _, _, outcome in played]) for played in (plain, restless)]
+    careful = _played(Workflow.HIERARCHY, Noise(careful=1.0), world, search)
+    searches = [np.mean([outcome.searches for _, _, outcome in played]) for played in (plain, careful)]
     assert searches[1] > searches[0] + 1.5
-    assert _accuracy(restless) > _accuracy(plain) - 0.02
+    assert _accuracy(careful) > _accuracy(plain) - 0.01, "a guess less that was right"
 
 
 def test_without_search_experts_only_guess(world, search):
