@@ -26,12 +26,13 @@ from mopd_jax.config import (
     Wording,
     Workflow,
 )
+from mopd_jax.refusal import Refusal
 
 Finding = tuple[str, str]
 """Dotted field inside its config, and what is wrong with it."""
 
 
-class ConfigError(ValueError):
+class ConfigError(Refusal):
     """An experiment that cannot run, in words."""
 
 

@@ -12,6 +12,7 @@ from absl import app, logging
 
 from mopd_jax import flags
 from mopd_jax.config import Chain, Config, Kind, phases
+from mopd_jax.refusal import in_words
 
 if TYPE_CHECKING:
     from mopd_jax.run.report import Result
@@ -99,9 +100,11 @@ def write_report(results: "Sequence[Result]", config: Config | Chain) -> None:
     print(f"{text}\n\nThis table and the settings behind it: {path}")
 
 
+def _run(_) -> None:
+    with in_words():
+        main(_CONFIG.value, _HOSTS())
+
+
 if __name__ == "__main__":
     _CONFIG, _HOSTS = flags.define_config(), flags.define_hosts()
-    app.run(
-        lambda _: main(_CONFIG.value, _HOSTS()),
-        flags_parser=functools.partial(flags.parse, kind=Kind.EVALUATE),
-    )
+    app.run(_run, flags_parser=functools.partial(flags.parse, kind=Kind.EVALUATE))

@@ -10,7 +10,6 @@ import enum
 import pathlib
 import re
 import runpy
-import sys
 import traceback
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ import mopd_jax.config
 from mopd_jax.checks import ConfigError, describe_type, field_types, unknown_field, validate
 from mopd_jax.config import Chain, Config, Kind
 from mopd_jax.published import QWEN3
+from mopd_jax.refusal import in_words
 
 absl.flags.disclaim_key_flags()
 
@@ -122,18 +122,15 @@ def parse(
     Raises:
       SystemExit: with code 2 after printing what is wrong.
     """
-    try:
+    with in_words():
         return _parse(argv, kind, flag_values)
-    except (ConfigError, absl.flags.Error) as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
 
 
 def load(arguments: Sequence[str], kind: Kind | None = None) -> Config | Chain:
     """Returns the validated config that these command-line arguments describe.
 
     Raises:
-      ConfigError, absl.flags.Error: what is wrong, in words.
+      ConfigError: what is wrong, in words.
     """
     argv = ["load", *arguments]
     flag_values = absl.flags.FlagValues()
@@ -143,6 +140,13 @@ def load(arguments: Sequence[str], kind: Kind | None = None) -> Config | Chain:
 
 
 def _parse(argv: Sequence[str], kind: Kind | None, flag_values: absl.flags.FlagValues) -> list[str]:
+    try:
+        return _parse_flags(argv, kind, flag_values)
+    except absl.flags.Error as error:
+        raise ConfigError(str(error)) from error
+
+
+def _parse_flags(argv: Sequence[str], kind: Kind | None, flag_values: absl.flags.FlagValues) -> list[str]:
     expanded = flag_values.read_flags_from_files(list(argv), force_gnu=False)
     file = _config_file(expanded)
     if file:

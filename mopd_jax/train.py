@@ -13,6 +13,7 @@ from absl import flags as absl_flags
 from mopd_jax import flags
 from mopd_jax.config import Chain, Config, Kind, Precision, phases
 from mopd_jax.published import CHIPS
+from mopd_jax.refusal import in_words
 
 STOPPED = 143
 """Exit code after SIGTERM or SIGINT, as of a killed process: what follows the run must not start."""
@@ -49,7 +50,7 @@ def train(name: str, config: Config) -> bool:
 
     Raises:
       NonFiniteLoss, TooManyAborted: the run cannot go on; its last checkpoint stands.
-      ResumeError, CheckpointError, ValueError, FileNotFoundError: what does not fit, in words.
+      Refusal: what does not fit, in words.
     """
     from etils import epath
 
@@ -147,10 +148,11 @@ def _update(learner, state, batch, config: Config, step: int):
 
 
 def _run(_) -> None:
-    if _DRY_RUN.value:
-        show_plan(_CONFIG.value, _SIZES.value, _CHIP.value)
-    else:
-        main(_CONFIG.value, _HOSTS())
+    with in_words():
+        if _DRY_RUN.value:
+            show_plan(_CONFIG.value, _SIZES.value, _CHIP.value)
+        else:
+            main(_CONFIG.value, _HOSTS())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import sys
 import textwrap
 
 import pytest
-from absl import flags as absl_flags
 
 from mopd_jax import checks, flags
 from mopd_jax.checks import ConfigError, validate
@@ -169,17 +168,17 @@ def test_all_wrong_overrides_are_named_at_once(experiment):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "message"),
     [
-        ([], ConfigError, "No experiment is named: pass --config=FILE.py"),
-        (["--config=absent.py"], ConfigError, "Config file 'absent.py' is not found"),
-        (["{experiment}", "more"], ConfigError, "Unexpected argument 'more'"),
-        (["{experiment}", "--stepz=1"], absl_flags.Error, "Unknown command line flag 'stepz'"),
-        (["--config.train.steps=1", "{experiment}"], absl_flags.Error, "before a value for --config"),
+        ([], "No experiment is named: pass --config=FILE.py"),
+        (["--config=absent.py"], "Config file 'absent.py' is not found"),
+        (["{experiment}", "more"], "Unexpected argument 'more'"),
+        (["{experiment}", "--stepz=1"], "Unknown command line flag 'stepz'"),
+        (["--config.train.steps=1", "{experiment}"], "before a value for --config"),
     ],
 )
-def test_a_wrong_command_line_is_refused_in_words(experiment, arguments, error, message):
-    with pytest.raises(error) as refusal:
+def test_a_wrong_command_line_is_refused_in_words(experiment, arguments, message):
+    with pytest.raises(ConfigError) as refusal:
         flags.load([a.format(experiment=experiment) for a in arguments])
     assert message in str(refusal.value)
 

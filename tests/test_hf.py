@@ -22,6 +22,7 @@ from mopd_jax.model import folders, hf, hf_save
 from mopd_jax.model.qwen3 import Qwen3, Qwen3Config
 from mopd_jax.model.sharding import make_mesh, param_shardings
 from mopd_jax.model.tokens import Tokens
+from mopd_jax.refusal import Refusal
 from tests.fixtures import GOLDEN, random_params, tiny_config, write_tokenizer
 from tests.reads import counted
 from tools import make_checkpoint
@@ -257,7 +258,7 @@ def test_saving_over_something_else_is_refused(tmp_path):
     config = tiny_config()
     hf_save.save(tmp_path / "saved", config, random_params(config))
     (tmp_path / "saved" / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"holds notes\.txt, expected no folder or one with"):
+    with pytest.raises(Refusal, match=r"holds notes\.txt, expected no folder or one with"):
         hf_save.save(tmp_path / "saved", config, random_params(config))
     assert (tmp_path / "saved" / "notes.txt").read_text() == "mine"
 
@@ -330,17 +331,17 @@ def test_missing_files_are_named(tmp_path):
     config = hf.read_config(folder)
     first = min(folder.glob("*.safetensors"))
     first.unlink()
-    with pytest.raises(FileNotFoundError, match=f"{first.name} is missing"):
+    with pytest.raises(Refusal, match=f"{first.name} is missing"):
         hf.load_params(folder, config)
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text()[:-9])
     with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is torn"):
         hf.load_params(folder, config)
     index.unlink()
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):
+    with pytest.raises(Refusal, match=r"model\.safetensors is missing"):
         hf.load_params(folder, config)
     (folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+    with pytest.raises(Refusal, match=r"config\.json is missing"):
         hf.read_config(folder)
 
 

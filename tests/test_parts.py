@@ -16,6 +16,7 @@ from mopd_jax.config import ArchitectureConfig, Attention, Backend, Config, Kind
 from mopd_jax.data import miniature
 from mopd_jax.model import hf, sharding
 from mopd_jax.model.tokens import files_fingerprint
+from mopd_jax.refusal import Refusal
 from mopd_jax.run import parts
 from mopd_jax.run.checkpoint import ResumeError, check_resume, resume_meta, write_json
 from mopd_jax.team.roles import Prompts
@@ -83,7 +84,7 @@ def test_a_finished_run_stands_for_its_export(run, config):
 
 def test_an_unfinished_run_is_refused_but_its_export_may_be_named(run, config):
     (run / "finished.json").unlink()
-    with pytest.raises(FileNotFoundError, match=f"'{run}' is not finished.*name {run}/export"):
+    with pytest.raises(Refusal, match=f"'{run}' is not finished.*name {run}/export"):
         parts.open_model(str(run), config)
     assert parts.open_model(str(run / "export"), config).folder == run / "export"
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from mopd_jax.model.tokens import Tokens, check_compatible
+from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.search import Document
 from mopd_jax.team.episode import Message
 from tests.conversations import CONVERSATIONS, render, template_ids
@@ -185,7 +186,7 @@ def edit(path: pathlib.Path, **changes):
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
 def test_missing_file_is_named(tmp_path, name):
     (write_tokenizer(tmp_path) / name).unlink()
-    with pytest.raises(FileNotFoundError, match=name):
+    with pytest.raises(Refusal, match=name):
         Tokens.from_folder(tmp_path)
 
 

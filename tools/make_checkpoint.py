@@ -23,6 +23,7 @@ from tokenizers.models import BPE
 from mopd_jax.model import hf_save
 from mopd_jax.model.qwen3 import Qwen3, Qwen3Config
 from mopd_jax.model.sharding import init_params, make_mesh
+from mopd_jax.refusal import Refusal, in_words
 
 PADDED_VOCABULARY = 151_936
 """Width of Qwen3's logits; ids from 151,669 on stand for nothing."""
@@ -58,14 +59,14 @@ def default_vocabulary() -> Path:
     """Returns the path of the Qwen vocabulary that the installed package `dashscope` carries.
 
     Raises:
-      FileNotFoundError: the package is not installed or holds no such file.
+      Refusal: the package is not installed or holds no such file.
     """
     package = importlib.util.find_spec("dashscope")
     folders = package.submodule_search_locations if package else []
     for folder in folders:
         if (Path(folder) / "resources/qwen.tiktoken").exists():
             return Path(folder) / "resources/qwen.tiktoken"
-    raise FileNotFoundError(
+    raise Refusal(
         "Found no package `dashscope` with resources/qwen.tiktoken. `pip install dashscope`, or pass "
         "--vocabulary."
     )
@@ -176,4 +177,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with in_words():
+        main()

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mopd_jax.refusal import in_words
 from mopd_jax.run.report import Result, format_report, read_result
 from mopd_jax.team.episode import Status
 
@@ -175,4 +176,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with in_words():
+        main()

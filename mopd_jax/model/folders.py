@@ -11,6 +11,7 @@ from pathlib import Path
 from etils import epath
 
 from mopd_jax.model.tokens import FILES
+from mopd_jax.refusal import Refusal
 
 ORBAX = "checkpoints"
 """Where a folder keeps Orbax checkpoints."""
@@ -26,12 +27,12 @@ def refuse_foreign_files(folder: epath.PathLike, others: Collection[str] = ()) -
     """Checks that nothing but an earlier checkpoint would be replaced; `others` are names of further files.
 
     Raises:
-      FileExistsError: names a file that is no part of a checkpoint.
+      Refusal: names a file that is no part of a checkpoint.
     """
     folder = epath.Path(folder)
     for name in [file.name for file in folder.iterdir()] if folder.exists() else []:
         if name not in (*FILES, *others) and not re.fullmatch(_WEIGHTS, name):
-            raise FileExistsError(
+            raise Refusal(
                 f"{folder} holds {name}, expected no folder or one with nothing but an earlier checkpoint. "
                 "Choose another folder: this one would be replaced."
             )

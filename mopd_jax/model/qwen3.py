@@ -21,6 +21,7 @@ from mopd_jax.config import Attention
 from mopd_jax.model import attention, splash
 from mopd_jax.model.cache import KVCache, append_history, append_turn, load, stored_dtype
 from mopd_jax.model.sharding import constrain
+from mopd_jax.refusal import Refusal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,12 +48,12 @@ class Qwen3Config:
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise Refusal(
                 f"num_heads = {self.num_heads} is no multiple of num_kv_heads = {self.num_kv_heads}: "
                 "every key/value head serves the same number of query heads"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim = {self.head_dim} is odd: rotary embedding turns pairs, make it even")
+            raise Refusal(f"head_dim = {self.head_dim} is odd: rotary embedding turns pairs, make it even")
 
 
 def init_cache(

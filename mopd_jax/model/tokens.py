@@ -16,6 +16,7 @@ from etils import epath
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from mopd_jax.refusal import Refusal
 from mopd_jax.team.episode import Message
 
 FILES = (
@@ -54,7 +55,7 @@ class Tokens:
         """Takes a fast tokenizer with a chat template, the ids that end a turn, and the padding id.
 
         Raises:
-          ValueError: the template is no append-only one, its end of turn is not among `eos_ids`, or the
+          Refusal: the template is no append-only one, its end of turn is not among `eos_ids`, or the
             vocabulary reaches a special token from plain text.
         """
         self._backend = tokenizer.backend_tokenizer
@@ -80,8 +81,8 @@ class Tokens:
         and `generation_config.json` for the stop and padding ids.
 
         Raises:
-          FileNotFoundError: a file is missing, named.
-          ValueError: no chat template, no padding or stop token, or what `Tokens` refuses.
+          Refusal: a file is missing (named), no chat template, no padding or stop token, or what `Tokens`
+            refuses.
         """
         tokenizer = _load_tokenizer(epath.Path(folder))
         generation = json.loads((epath.Path(folder) / "generation_config.json").read_text())
@@ -90,7 +91,7 @@ class Tokens:
         pad = generation.get("pad_token_id")
         pad_id = tokenizer.pad_token_id if pad is None else pad
         if not eos_ids or pad_id is None:
-            raise ValueError(
+            raise Refusal(
                 f"{folder}: found eos_token_id {sorted(eos_ids)} and pad_token_id {pad_id}, expected at "
                 "least one id for each. Set them in generation_config.json."
             )
@@ -173,14 +174,14 @@ class Tokens:
         unknown = getattr(self._backend.model, "unk_token", None)
         for token, i in self._added.items():
             if token != unknown and i in self.encode(token):
-                raise ValueError(
+                raise Refusal(
                     f"The plain text {token!r} is encoded to the added token {i}, expected ordinary tokens. "
                     "Take it out of the vocabulary's words or let the pre-tokenizer split it."
                 )
 
     def _check_end_of_turn(self, token: int | str) -> int:
         if token not in self.eos_ids:
-            raise ValueError(
+            raise Refusal(
                 f"The chat template closes an assistant turn with {token!r}, expected one of the stop tokens "
                 f"{self.eos_ids}. Add its id to eos_token_id in generation_config.json."
             )
@@ -193,7 +194,7 @@ class Tokens:
         for text, found in zip((opening, reply), ours, strict=True):
             expected = self._backend.encode(text, add_special_tokens=False).ids
             if found != expected:
-                raise ValueError(
+                raise Refusal(
                     f"The rendered template {text!r} is encoded piecewise to {found}, as a whole to "
                     f"{expected}. Expected a tokenizer that treats text between special tokens independently."
                 )
@@ -216,13 +217,13 @@ def check_compatible(student: Tokens, teacher: Tokens, student_vocab: int, teach
       student_vocab, teacher_vocab: width of their logits, padding included.
 
     Raises:
-      ValueError: names the fields that differ, both values, and what to change.
+      Refusal: names the fields that differ, both values, and what to change.
     """
     ours = student.fingerprint | {"padded vocabulary": student_vocab}
     theirs = teacher.fingerprint | {"padded vocabulary": teacher_vocab}
     differences = [f"{k}: student {ours[k]!r}, teacher {theirs[k]!r}" for k in ours if ours[k] != theirs[k]]
     if differences:
-        raise ValueError(
+        raise Refusal(
             f"Student and teacher differ in {'; '.join(differences)}; expected the same. Use a teacher "
             "trained from the student's base model, with its tokenizer, chat template and "
             "generation_config.json."
@@ -232,16 +233,16 @@ def check_compatible(student: Tokens, teacher: Tokens, student_vocab: int, teach
 def _load_tokenizer(folder: epath.Path) -> PreTrainedTokenizerFast:
     for name in ("tokenizer_config.json", "generation_config.json"):
         if not (folder / name).exists():
-            raise FileNotFoundError(f"{folder / name} is missing; expected a Hugging Face checkpoint folder.")
+            raise Refusal(f"{folder / name} is missing; expected a Hugging Face checkpoint folder.")
     with tempfile.TemporaryDirectory() as local:  # transformers reads no gs:// paths
         for name in FILES:
             if (folder / name).exists():
                 (Path(local) / name).write_bytes((folder / name).read_bytes())
         tokenizer = AutoTokenizer.from_pretrained(local, local_files_only=True)
     if not tokenizer.is_fast:
-        raise ValueError(f"{folder}: found a slow tokenizer, expected one with tokenizer.json.")
+        raise Refusal(f"{folder}: found a slow tokenizer, expected one with tokenizer.json.")
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise Refusal(
             f"{folder}: found no chat template. Add chat_template.jinja, or `chat_template` in "
             "tokenizer_config.json."
         )
@@ -267,14 +268,14 @@ def _render_template(tokenizer: PreTrainedTokenizerFast) -> tuple[tuple[str, str
     opening, two, three = (render(*start, *turn * n) for n in range(3))
     reply = two[len(opening + _ASSISTANT) :]
     if two != opening + _ASSISTANT + reply or three != two + _ASSISTANT + reply:
-        raise ValueError(
+        raise Refusal(
             f"The chat template is not append-only: it renders {opening!r}, then {two!r}, then {three!r}; "
             "expected each to start with the one before and the assistant's turn unchanged. Use a template "
             "that neither strips nor rewrites earlier turns."
         )
     lone_user = render(("user", _USER))
     if [opening.count(_SYSTEM), opening.count(_USER), reply.count(_USER), lone_user.count(_USER)] != [1] * 4:
-        raise ValueError(
+        raise Refusal(
             f"The chat template changes the messages' contents: found {opening!r} and {reply!r}, expected "
             "each content once and verbatim, white space included."
         )

@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.search import Document, SearchError
 
 FIRST_WAIT_S = 0.5
@@ -46,11 +47,11 @@ class HTTPSearch:
           sleep: waits so many seconds between two tries.
 
         Raises:
-          ValueError: `url` is no http or https address.
+          Refusal: `url` is no http or https address.
         """
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(
+            raise Refusal(
                 f"retrieval.url is {url!r}, expected an address like http://10.0.0.2:8000/retrieve."
             )
         self._url, self._timeout_s, self._retries = url, timeout_s, retries

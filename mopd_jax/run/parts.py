@@ -32,6 +32,7 @@ from mopd_jax.learn.score import Frozen
 from mopd_jax.model import hf, hf_save, sharding
 from mopd_jax.model.qwen3 import Qwen3, Qwen3Config
 from mopd_jax.model.tokens import Tokens, check_compatible, files_fingerprint
+from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.bm25 import BM25Search
 from mopd_jax.retrieval.http import HTTPSearch
 from mopd_jax.retrieval.miniature import MiniatureSearch
@@ -141,12 +142,12 @@ def _folder(spec: str, config: Config) -> epath.Path:
     if (folder / "config.json").exists():
         return folder
     if not (folder / "export" / "config.json").exists():
-        raise FileNotFoundError(
+        raise Refusal(
             f"{spec!r} is neither a Hugging Face folder (no config.json) nor a run with weights "
             "(no export/config.json)."
         )
     if not (folder / "finished.json").exists():
-        raise FileNotFoundError(
+        raise Refusal(
             f"The run {spec!r} is not finished. Wait for it, or name {spec}/export, its best weights so far."
         )
     return folder / "export"
@@ -160,7 +161,7 @@ def open_model(spec: str, config: Config) -> Opened:
       config: gives precision, rematerialisation and attention and, for "random", sizes.
 
     Raises:
-      FileNotFoundError, ValueError: what is missing or does not fit, named.
+      Refusal: what is missing or does not fit, named.
     """
     folder = _folder(spec, config)
     tokens = Tokens.from_folder(folder)
@@ -199,7 +200,7 @@ def load_frozen(config: Config, student: Opened, mesh: Mesh) -> dict[str, Frozen
     """Returns teacher and reference by their spelling in the config; one that is both is loaded once.
 
     Raises:
-      ValueError: its tokenizer, template, stop tokens, vocabulary or team differ from the student's.
+      Refusal: its tokenizer, template, stop tokens, vocabulary or team differ from the student's.
     """
     frozen = {}
     for spec in frozen_specs(config):
@@ -238,12 +239,12 @@ def check_language(folder: epath.Path, team: TeamConfig) -> None:
     A folder that no run of ours wrote says nothing about it, and passes.
 
     Raises:
-      ValueError: names the wording, both texts.
+      Refusal: names the wording, both texts.
     """
     for name, theirs in (read_json(folder / LANGUAGE_FILE) or {}).items():
         ours = language(team).get(name)
         if ours != theirs:
-            raise ValueError(
+            raise Refusal(
                 f"{folder} was trained with another wording of {name!r}: {theirs!r}, here it is {ours!r}. "
                 "A teacher must know the Searcher's prompt and tool format: set team.wording as it was there."
             )
@@ -277,12 +278,12 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
     team, rollout, tensor = config.team, config.rollout, config.mesh.rollout_tensor
     tokens, model = policy.tokens, policy.model
     if team.row_tokens > model.config.max_position_embeddings:
-        raise ValueError(
+        raise Refusal(
             f"team.row_tokens = {team.row_tokens}, the model takes "
             f"{model.config.max_position_embeddings} (max_position_embeddings): lower team.row_tokens."
         )
     if jax.local_device_count() % tensor:
-        raise ValueError(
+        raise Refusal(
             f"mesh.rollout_tensor = {tensor}, this process has {jax.local_device_count()} devices: take a "
             "number that divides them."
         )
