@@ -146,6 +146,8 @@ def test_overrides_reach_one_phase_of_a_chain(tmp_path):
         ("mesh.shape=(1,2,1.0)", "config.mesh.shape = (1, 2, 1.0): expected a tuple of 3 whole numbers"),
         ("data.train=nq,hotpotqa", """got 'nq,hotpotqa': expected texts, spelled '("a.jsonl","b.jsonl")'."""),
         ("data.train=", "config.data.train = ('',): has an empty file name; no files at all are spelled ()."),
+        ("data.train=(a.jsonl,)", """got '(a.jsonl,)': expected texts, spelled '("a.jsonl","b.jsonl")'."""),
+        ("data.train=[a.jsonl", "got '[a.jsonl': expected texts"),
         ("data.train=5", "config.data.train = (5,): expected texts"),
         (
             "learn.row_buckets=x",
@@ -206,8 +208,30 @@ def test_a_wrong_config_file_is_refused_in_words(tmp_path, body, message):
 def test_the_line_of_an_unknown_field_is_named(tmp_path):
     path = tmp_path / "wrong.py"
     path.write_text("from mopd_jax.config import *\n\ndef get_config():\n    return Config(lerning=1)\n")
-    with pytest.raises(ConfigError, match=r"wrong\.py, line 4: .*'lerning'.*Did you mean learn\?"):
+    with pytest.raises(ConfigError, match=r"(?s)wrong\.py, line 4: .*'lerning'.*Did you mean learn\?"):
         flags.load([f"--config={path}"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("    return Config(", "wrong.py, line 4: SyntaxError: '(' was never closed"),
+        ("    return Confg()", "wrong.py, line 4: NameError: name 'Confg' is not defined"),
+        ("    import mopd", "wrong.py, line 4: ModuleNotFoundError: No module named 'mopd'"),
+        (
+            "    return Config().lern",
+            "wrong.py, line 4: AttributeError: 'Config' object has no attribute 'lern'",
+        ),
+        ("    return {}['steps']", "wrong.py, line 4: KeyError: 'steps'"),
+    ],
+)
+def test_an_error_of_a_config_file_is_told_with_its_line(tmp_path, line, message):
+    path = tmp_path / "wrong.py"
+    path.write_text(f"from mopd_jax.config import *\n\ndef get_config():\n{line}\n")
+    with pytest.raises(ConfigError) as refusal:
+        flags.load([f"--config={path}"])
+    told, shown = str(refusal.value).splitlines()
+    assert message in told and shown == line
 
 
 def test_annotations_as_text_are_refused(tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 from etils import epath
 
 from mopd_jax.refusal import Refusal
+from mopd_jax.retrieval.jsonl import id_field, read_jsonl, text_field
 from mopd_jax.retrieval.search import Document, Retriever
 from mopd_jax.team.episode import Message, Outcome, Role, SampleRequest, SearchRequest, Stop, Turn
 from mopd_jax.team.workflows import Steps
@@ -83,19 +84,12 @@ def read_conversations(path: epath.PathLike) -> list[Conversation]:
     Raises:
       Refusal: names the file, the line, what was found and what was expected.
     """
-    # Only "\n" ends a line: texts hold U+2028 and other characters at which splitlines() would cut.
-    lines = epath.Path(path).read_bytes().decode("utf-8-sig").split("\n")
-    return [_conversation(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
+    return [_conversation(record, where) for where, record in read_jsonl(path)]
 
 
-def _conversation(line: str, where: str) -> Conversation:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise Refusal(f"{where}: found no JSON ({error}), expected one conversation per line.") from error
-    if not isinstance(record, dict) or set(record) != {"role", "messages"}:
-        found = f"fields {list(record)}" if isinstance(record, dict) else _short(record)
-        raise Refusal(f"{where}: found {found}, expected an object with the fields 'role' and 'messages'.")
+def _conversation(record: dict[str, Any], where: str) -> Conversation:
+    if set(record) != {"role", "messages"}:
+        raise Refusal(f"{where}: found fields {list(record)}, expected 'role' and 'messages'.")
     roles = [role.value for role in Role]
     if record["role"] not in roles:
         raise Refusal(f"{where}: found role {record['role']!r}, expected one of {roles}.")
@@ -125,10 +119,14 @@ def _message(message: dict[str, Any], where: str) -> Message | str:
         )
     if message["role"] == "assistant":
         return content
-    documents = message.get("documents", [])
-    if not all(isinstance(d, dict) and set(d) == {"id", "contents"} for d in documents):
-        raise Refusal(f'{where}: found documents {_short(documents)}, expected [{{"id", "contents"}}, …].')
-    return Message(message["role"], content, tuple(Document(**d) for d in documents))
+    return Message(message["role"], content, _documents(message.get("documents", []), where))
+
+
+def _documents(found: Any, where: str) -> tuple[Document, ...]:
+    records = found if isinstance(found, list) else [found]
+    if not all(isinstance(record, dict) and set(record) == {"id", "contents"} for record in records):
+        raise Refusal(f'{where}: found documents {_short(found)}, expected [{{"id", "contents"}}, …].')
+    return tuple(Document(id_field(r, where), text_field(r, "contents", where)) for r in records)
 
 
 def _short(value: Any) -> str:

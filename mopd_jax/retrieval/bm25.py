@@ -17,7 +17,7 @@ def read_corpus(path: str) -> list[Document]:
     """Returns the passages of a `{"id", "contents"}` JSONL file in the file's order.
 
     Raises:
-      Refusal: a line is no JSON object, a field is missing or empty, an id comes twice, or the
+      Refusal: no file, a line is no JSON object, a field is missing or empty, an id comes twice, or the
         file holds no passage; the message names file, line and reason.
     """
     documents, first_seen = [], {}
@@ -56,6 +56,8 @@ class BM25Search:
         self._documents = read_corpus(path)
         self._index = bm25s.BM25()
         tokens = self._tokenize([document.contents for document in self._documents])
+        if not any(tokens.ids):
+            raise Refusal(f"{path}: found no word to search for but stop words, expected English passages.")
         self._index.index(tokens, show_progress=False)
         self.identity = f"bm25:{_sha256(path)[:16]}"
 
