@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
 
 def main(config: Config | Chain, hosts: flags.Hosts = flags.ALONE) -> None:
-    """Evaluates every evaluation phase of a chain, or the one phase there is."""
+    """Evaluates every evaluation phase of a chain, or the one phase there is. Raises as `train.main`."""
+    from mopd_jax.run import preflight
+
     prepare(config, hosts)
     named = phases(config)
     chosen = {name: c for name, c in named.items() if len(named) == 1 or c.train.kind is Kind.EVALUATE}
+    preflight.check(chosen, Kind.EVALUATE)
     write_report([evaluate(name, c) for name, c in chosen.items()], config)
 
 

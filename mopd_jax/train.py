@@ -20,10 +20,16 @@ STOPPED = 143
 
 
 def main(config: Config | Chain, hosts: flags.Hosts = flags.ALONE) -> None:
-    """Runs the phases in order, then prints one table of all evaluations among them."""
+    """Runs the phases in order, then prints one table of all evaluations among them.
+
+    Raises:
+      Refusal: what does not fit; before any phase's work if it is a file, a model or the devices.
+    """
     from mopd_jax.evaluate import evaluate, prepare, write_report
+    from mopd_jax.run import preflight
 
     prepare(config, hosts)
+    preflight.check(phases(config))
     results = []
     for name, phase in phases(config).items():
         if phase.train.kind is Kind.EVALUATE:

@@ -91,9 +91,7 @@ def test_an_unfinished_run_is_refused_but_its_export_may_be_named(run, config):
 
 def test_a_folder_without_weights_is_refused(tmp_path, config):
     for spec in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(
-            FileNotFoundError, match=f"'{spec}' is neither a Hugging Face folder .*config.json"
-        ):
+        with pytest.raises(Refusal, match=f"'{spec}' is neither a Hugging Face folder .*config.json"):
             parts.open_model(str(spec), config)
 
 
@@ -221,13 +219,6 @@ def test_a_teacher_with_another_language_is_refused(run, config, student):
 def test_rows_longer_than_the_models_positions_are_refused(config, student):
     config.team.row_tokens += 1
     with pytest.raises(ValueError, match=r"row_tokens = 209, the model takes 208 \(max_position_embeddings"):
-        parts.make_team(config, student, 1)
-
-
-def test_an_engine_over_more_devices_than_there_are_is_refused(config, student):
-    count = len(jax.local_devices())
-    config.mesh.rollout_tensor = count + 1
-    with pytest.raises(ValueError, match=f"rollout_tensor = {count + 1}, this process has {count} devices"):
         parts.make_team(config, student, 1)
 
 

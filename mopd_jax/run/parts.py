@@ -3,7 +3,8 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh
 
+from mopd_jax.checks import samples, sources_read
 from mopd_jax.config import (
     MINIATURE,
     RANDOM,
@@ -82,30 +84,42 @@ def load_demonstrations(config: Config) -> FileDemonstrations | Demonstrations:
 
 def trained_on(config: Config) -> dict[str, str]:
     """Returns fingerprints of everything that a training phase reads, by name."""
-    supervised = config.train.kind is Kind.SUPERVISED
-    files = config.data.demonstrations if supervised else config.data.train
-    if config.eval.every:
-        files = (*files, *config.data.validation)
-    return _fingerprints(config, files, vars(config.model), searches=not supervised or config.eval.every > 0)
+    return _fingerprints(config, config.train.kind)
 
 
 def evaluated_on(config: Config) -> dict[str, str]:
     """Returns fingerprints of everything that an evaluation reads, by name."""
-    return _fingerprints(config, config.data.test, {"init": config.model.init}, searches=True)
+    return _fingerprints(config, Kind.EVALUATE)
 
 
-def _fingerprints(
-    config: Config, files: Sequence[str], model: Mapping[str, Any], searches: bool
-) -> dict[str, str]:
-    corpus = [config.retrieval.corpus] if searches and config.retrieval.backend is Backend.BM25 else []
-    paths = [path for path in (*files, *corpus) if not path.startswith(MINIATURE)]
-    specs = {name: model.get(name, "") for name in ("init", "teacher", "reference")}
-    folders = {name: _folder(spec, config) for name, spec in specs.items() if spec not in ("", RANDOM)}
+def _fingerprints(config: Config, kind: Kind) -> dict[str, str]:
+    folders = {field: find_folder(spec) for field, spec in models_read(config, kind)}
     return (
-        {path: hashlib.sha256(epath.Path(path).read_bytes()).hexdigest()[:16] for path in paths}
-        | {f"weights of model.{name}": hf.fingerprint(folder) for name, folder in folders.items()}
-        | {f"tokenizer of model.{name}": files_fingerprint(folder) for name, folder in folders.items()}
+        {path: _hash(path) for _, path in files_read(config, kind)}
+        | {f"weights of {field}": hf.fingerprint(folder) for field, folder in folders.items()}
+        | {f"tokenizer of {field}": files_fingerprint(folder) for field, folder in folders.items()}
     )
+
+
+def _hash(path: str) -> str:
+    return hashlib.sha256(epath.Path(path).read_bytes()).hexdigest()[:16]
+
+
+def files_read(config: Config, kind: Kind) -> Iterator[tuple[str, str]]:
+    """Yields (field, file) for every file of questions, conversations or passages that a phase reads."""
+    for field in sources_read(config, kind):
+        paths = operator.attrgetter(field)(config)
+        yield from ((field, path) for path in paths if path.partition(":")[0] != MINIATURE)
+    if samples(config, kind) and config.retrieval.backend is Backend.BM25:
+        yield "retrieval.corpus", config.retrieval.corpus
+
+
+def models_read(config: Config, kind: Kind) -> Iterator[tuple[str, str]]:
+    """Yields (field, spelling) for every model that a phase does not draw at random."""
+    for name in ("init",) if kind is Kind.EVALUATE else ("init", "teacher", "reference"):
+        spec = getattr(config.model, name)
+        if spec not in ("", RANDOM):
+            yield f"model.{name}", spec
 
 
 def make_retriever(config: Config) -> Retriever:
@@ -138,6 +152,15 @@ def _folder(spec: str, config: Config) -> epath.Path:
             miniature.save_tokenizer(folder)
         hosts.wait()
         return folder
+    return find_folder(spec)
+
+
+def find_folder(spec: str) -> epath.Path:
+    """Returns the Hugging Face folder of a model that lies on a disk or in a bucket.
+
+    Raises:
+      Refusal: it is neither such a folder nor a finished run.
+    """
     folder = epath.Path(spec)
     if (folder / "config.json").exists():
         return folder
@@ -275,19 +298,14 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
       policy: its network, computed in `model.rollout` precision, and its tokens.
       candidates: answers per request in training (1 for evaluation alone).
     """
-    team, rollout, tensor = config.team, config.rollout, config.mesh.rollout_tensor
+    team, rollout = config.team, config.rollout
     tokens, model = policy.tokens, policy.model
     if team.row_tokens > model.config.max_position_embeddings:
         raise Refusal(
             f"team.row_tokens = {team.row_tokens}, the model takes "
             f"{model.config.max_position_embeddings} (max_position_embeddings): lower team.row_tokens."
         )
-    if jax.local_device_count() % tensor:
-        raise Refusal(
-            f"mesh.rollout_tensor = {tensor}, this process has {jax.local_device_count()} devices: take a "
-            "number that divides them."
-        )
-    mesh = sharding.local_mesh(tensor)
+    mesh = sharding.local_mesh(config.mesh.rollout_tensor)
     engine = make_engine(config, model, tokens.eos_ids, candidates, mesh)
     driver = Driver(
         engine,
