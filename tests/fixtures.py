@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mopd_jax.model.qwen3 import Qwen3, Qwen3Config
 from mopd_jax.model.sharding import abstract_params
+from mopd_jax.refusal import Refusal
 from tools import make_checkpoint
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -35,7 +36,7 @@ def write_qwen_tokenizer(folder: pathlib.Path) -> pathlib.Path:
     """Writes a tokenizer folder with the real Qwen vocabulary; skips the test where that is missing."""
     try:
         vocabulary = make_checkpoint.default_vocabulary()
-    except FileNotFoundError as error:
+    except Refusal as error:
         pytest.skip(str(error))
     make_checkpoint.write_tokenizer(folder, vocabulary)
     return folder

@@ -368,5 +368,25 @@ def test_make_checkpoint_from_a_vocabulary(tmp_path):
     assert (tokens.pad_id, tokens.eos_ids, tokens.vocab_size) == (258, (258, 260), 284)
 
 
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "Found no file .*, expected a qwen"),
+        ("YQ== 0\nYg==", "no token in base64 and its rank"),
+    ],
+)
+def test_make_checkpoint_refuses_another_vocabulary(tmp_path, content, complaint):
+    path = tmp_path / "vocabulary"
+    path.write_text(content) if content else path.mkdir()
+    with pytest.raises(Refusal, match=complaint):
+        make_checkpoint.read_vocabulary(path)
+
+
+@pytest.mark.parametrize("size", ["hidden_size", "num_layers", "num_kv_heads"])
+def test_make_checkpoint_refuses_sizes_that_are_none(tmp_path, size):
+    with pytest.raises(Refusal, match=f"{size} = 0: expected a whole number of at least 1"):
+        make_checkpoint.main(["--out", str(tmp_path / "made"), f"--{size}=0"])
+
+
 if __name__ == "__main__":
     write_golden()

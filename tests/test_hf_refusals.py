@@ -90,7 +90,14 @@ def test_index_lacks_a_tensor(untied):
         load(untied)
 
 
-@pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}'])
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_json_that_is_no_object(untied, name):
+    (untied / name).write_text("[1, 2]")
+    with pytest.raises(Refusal, match=rf"{name} holds a JSON list, expected an object"):
+        load(untied)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}', '{"weight_map": ["model.safetensors"]}'])
 def test_index_without_a_map(untied, content):
     (untied / INDEX).write_text(content)
     with pytest.raises(ValueError, match=rf"{INDEX} has no weight_map"):

@@ -190,6 +190,17 @@ def test_missing_file_is_named(tmp_path, name):
         Tokens.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_torn_file_is_named(tmp_path, name):
+    path = write_tokenizer(tmp_path) / name
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(Refusal, match=rf"{name} is torn or no JSON .*copy it again"):
+        Tokens.from_folder(tmp_path)
+    path.write_text("[1]")
+    with pytest.raises(Refusal, match=f"{name} holds a JSON list, expected an object"):
+        Tokens.from_folder(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("file", "changes", "complaint"),
     [

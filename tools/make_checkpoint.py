@@ -73,9 +73,18 @@ def default_vocabulary() -> Path:
 
 
 def read_vocabulary(path: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Returns (token → id, merges by rank) of a tiktoken file, tokens in GPT-2's spelling of bytes."""
+    """Returns (token → id, merges by rank) of a tiktoken file, tokens in GPT-2's spelling of bytes.
+
+    Raises:
+      Refusal: there is no such file, or it holds something else.
+    """
+    if not path.is_file():
+        raise Refusal(f"Found no file {path}, expected a qwen.tiktoken file: pass another --vocabulary.")
     lines = (line.split() for line in path.read_bytes().splitlines() if line)
-    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    try:
+        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    except ValueError as error:
+        raise Refusal(f"{path}: found a line that is no token in base64 and its rank ({error}).") from error
     spell = _byte_spelling()
     merges = [
         tuple(map(spell, _last_merge(token, ranks)))

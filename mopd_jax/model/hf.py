@@ -2,7 +2,6 @@
 
 import collections
 import hashlib
-import json
 import math
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -63,7 +62,7 @@ def read_config(folder: epath.PathLike) -> Qwen3Config:
         (another architecture, scaled rotary positions, attention bias, sliding window, another activation).
     """
     path = epath.Path(folder) / "config.json"
-    found = _read_json(path)
+    found = folders.read_json(path)
     for field, values in _SUPPORTED.items():
         if found.get(field) not in values:
             raise _unsupported(path, field, found.get(field), values[0])
@@ -192,10 +191,10 @@ def _checked_tensors(folder: epath.PathLike, config: Qwen3Config) -> Iterator[di
 
 
 def _read_index(folder: epath.Path) -> dict[str, str]:
-    found = _read_json(folder / INDEX)
-    if not found.get("weight_map"):
+    found = folders.read_json(folder / INDEX).get("weight_map")
+    if not found or not isinstance(found, dict):
         raise Refusal(f"{folder / INDEX} has no weight_map, expected one from tensors to files.")
-    return found["weight_map"]
+    return found
 
 
 def _local_copy(file: epath.Path, local: Path) -> Path:
@@ -248,12 +247,3 @@ def _unsupported(path: epath.Path, field: str, found: Any, expected: Any) -> Ref
         f"{path}: found {field} = {found!r}, expected {expected!r}. Only plain Qwen3ForCausalLM checkpoints "
         "are supported."
     )
-
-
-def _read_json(path: epath.Path) -> dict[str, Any]:
-    if not path.exists():
-        raise Refusal(f"{path} is missing; expected a Hugging Face checkpoint folder.")
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise Refusal(f"{path} is torn or no JSON ({error}); copy it again.") from error

@@ -23,6 +23,12 @@ from mopd_jax.model.cache import KVCache, append_history, append_turn, load, sto
 from mopd_jax.model.sharding import constrain
 from mopd_jax.refusal import Refusal
 
+COUNTS = (
+    "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim "
+    "max_position_embeddings"
+).split()
+"""Sizes that are whole numbers."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3Config:
@@ -47,6 +53,10 @@ class Qwen3Config:
     """What computes attention over packed rows; prefill and decode have their own."""
 
     def __post_init__(self):
+        for name in COUNTS:
+            found = getattr(self, name)
+            if not isinstance(found, int) or found < 1:
+                raise Refusal(f"{name} = {found!r}: expected a whole number of at least 1")
         if self.num_heads % self.num_kv_heads:
             raise Refusal(
                 f"num_heads = {self.num_heads} is no multiple of num_kv_heads = {self.num_kv_heads}: "

@@ -16,21 +16,9 @@ from etils import epath
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from mopd_jax.model.folders import FILES, read_json
 from mopd_jax.refusal import Refusal
 from mopd_jax.team.episode import Message
-
-FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-)
-"""The files of a Hugging Face folder that say how text is encoded; the last six are optional."""
 
 # White space around the placeholders, so that a template that strips contents is noticed.
 _SYSTEM, _USER, _ASSISTANT = (f" \n[[{name}]]\n " for name in ("system", "user", "assistant"))
@@ -81,11 +69,11 @@ class Tokens:
         and `generation_config.json` for the stop and padding ids.
 
         Raises:
-          Refusal: a file is missing (named), no chat template, no padding or stop token, or what `Tokens`
-            refuses.
+          Refusal: a file is missing or torn (named), no chat template, no padding or stop token, or what
+            `Tokens` refuses.
         """
         tokenizer = _load_tokenizer(epath.Path(folder))
-        generation = json.loads((epath.Path(folder) / "generation_config.json").read_text())
+        generation = read_json(epath.Path(folder) / "generation_config.json")
         eos = generation.get("eos_token_id")
         eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
         pad = generation.get("pad_token_id")
@@ -231,9 +219,10 @@ def check_compatible(student: Tokens, teacher: Tokens, student_vocab: int, teach
 
 
 def _load_tokenizer(folder: epath.Path) -> PreTrainedTokenizerFast:
-    for name in ("tokenizer_config.json", "generation_config.json"):
-        if not (folder / name).exists():
-            raise Refusal(f"{folder / name} is missing; expected a Hugging Face checkpoint folder.")
+    needed = ("tokenizer_config.json", "generation_config.json")
+    for name in FILES:
+        if name.endswith(".json") and (name in needed or (folder / name).exists()):
+            read_json(folder / name)  # transformers does not say which of them is torn
     with tempfile.TemporaryDirectory() as local:  # transformers reads no gs:// paths
         for name in FILES:
             if (folder / name).exists():

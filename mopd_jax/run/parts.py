@@ -44,7 +44,7 @@ from mopd_jax.rollout.engine import Engine
 from mopd_jax.rollout.render import Renderer
 from mopd_jax.run import hosts, weights
 from mopd_jax.run.checkpoint import read_json
-from mopd_jax.team.episode import Question
+from mopd_jax.team.episode import Message, Question
 from mopd_jax.team.roles import Prompts
 from mopd_jax.team.workflows import WORKFLOWS
 
@@ -297,6 +297,9 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
       config: sizes of lanes and rows, retriever, seed.
       policy: its network, computed in `model.rollout` precision, and its tokens.
       candidates: answers per request in training (1 for evaluation alone).
+
+    Raises:
+      Refusal: rows are longer than the model's positions, or too short for a role's first turn.
     """
     team, rollout = config.team, config.rollout
     tokens, model = policy.tokens, policy.model
@@ -305,12 +308,14 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
             f"team.row_tokens = {team.row_tokens}, the model takes "
             f"{model.config.max_position_embeddings} (max_position_embeddings): lower team.row_tokens."
         )
+    renderer = make_renderer(config, tokens)
+    _check_openings(config, renderer)
     mesh = sharding.local_mesh(config.mesh.rollout_tensor)
     engine = make_engine(config, model, tokens.eos_ids, candidates, mesh)
     driver = Driver(
         engine,
         make_retriever(config),
-        make_renderer(config, tokens),
+        renderer,
         tokens,
         k=config.retrieval.k,
         row_tokens=team.row_tokens,
@@ -319,6 +324,26 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
         seed=config.run.seed,
     )
     return Team(engine, driver, mesh)
+
+
+def _check_openings(config: Config, renderer: Renderer) -> None:
+    """Refuses rows in which a role could never speak: its first prompt leaves no room, even without data."""
+    prompts, team = make_prompts(config.team), config.team
+    openings = {
+        "leader": (prompts.leader, prompts.to_leader("")),
+        "searcher": (prompts.searcher, prompts.to_searcher("")),
+        "answerer": (prompts.answerer, prompts.to_answerer("", ())),
+    }
+    if team.workflow is Workflow.CASCADE:
+        del openings["leader"]
+    for role, (system, user) in openings.items():
+        prompt = len(renderer.open([Message("system", system), Message("user", user)]))
+        turn = getattr(team, f"{role}_tokens")
+        if prompt + turn > team.row_tokens:
+            raise Refusal(
+                f"team.row_tokens = {team.row_tokens}: the {role}'s first prompt alone takes {prompt} and "
+                f"team.{role}_tokens = {turn} more, so it could never speak. Raise team.row_tokens."
+            )
 
 
 def make_engine(
