@@ -32,6 +32,11 @@ def random_params(config: Qwen3Config, seed: int = 0) -> dict:
     return unflatten_dict({path: x.astype(np.float32) for path, x in flat.items()})
 
 
+def read_metrics(folder: pathlib.Path) -> list[dict[str, float | None]]:
+    """Returns the lines of a run's `metrics.jsonl`, each with its `step`."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def write_qwen_tokenizer(folder: pathlib.Path) -> pathlib.Path:
     """Writes a tokenizer folder with the real Qwen vocabulary; skips the test where that is missing."""
     try:

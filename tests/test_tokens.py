@@ -57,7 +57,7 @@ def small(tmp_path_factory) -> Tokens:
 
 
 def test_stop_tokens_of_the_real_vocabulary(qwen):
-    assert (qwen.eos_ids, qwen.end_of_turn_id, qwen.pad_id) == ((151_643, 151_645), 151_645, 151_643)
+    assert (qwen.eos_ids, qwen.end_of_turn_id) == ((151_643, 151_645), 151_645)
     assert qwen.vocab_size == 151_669
     assert qwen.encode("<|im_start|>") == [27, 91, 318, 4906, 91, 29]
     assert (
@@ -149,14 +149,8 @@ def test_forced_end_of_turn_comes_first(small):
 def test_padding_may_be_a_stop_token(tmp_path):
     """Kind 3."""
     tokens = Tokens.from_folder(write_tokenizer(tmp_path, pad="<|im_end|>"))
-    assert (tokens.pad_id, tokens.eos_ids, tokens.end_of_turn_id) == (259, (259,), 259)
+    assert (tokens.eos_ids, tokens.end_of_turn_id) == ((259,), 259)
     assert tokens.open([Message("user", "ab")]).count(259) == 1
-
-
-def test_padding_falls_back_to_the_tokenizer(tmp_path):
-    folder = write_tokenizer(tmp_path, pad=None)
-    edit(folder / "tokenizer_config.json", pad_token="<|im_start|>")
-    assert Tokens.from_folder(folder).pad_id == 258
 
 
 def test_count_and_unfinished_characters(small):
@@ -205,8 +199,7 @@ def test_torn_file_is_named(tmp_path, name):
     ("file", "changes", "complaint"),
     [
         ("tokenizer_config.json", {"chat_template": None}, "no chat template. Add chat_template.jinja"),
-        ("generation_config.json", {"eos_token_id": None}, r"eos_token_id \[\] and pad_token_id 257"),
-        ("generation_config.json", {"pad_token_id": None}, r"eos_token_id \[259\] and pad_token_id None"),
+        ("generation_config.json", {"eos_token_id": None}, "found no eos_token_id, set one"),
         (
             "generation_config.json",
             {"eos_token_id": 257},

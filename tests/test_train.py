@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from mopd_jax.run.metrics import read_metrics
+from tests.fixtures import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ONE_DEVICE = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])

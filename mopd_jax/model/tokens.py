@@ -34,13 +34,11 @@ class Tokens:
     """Ids at which sampling of a turn stops, ascending."""
     end_of_turn_id: int
     """The one of them with which the template closes an assistant turn (Qwen3: `<|im_end|>`)."""
-    pad_id: int
-    """Fills unused positions; may be one of `eos_ids`, since masks never come from it."""
     vocab_size: int
     """Ids that stand for something; a model's logits may be padded beyond it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_ids: Sequence[int], pad_id: int):
-        """Takes a fast tokenizer with a chat template, the ids that end a turn, and the padding id.
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_ids: Sequence[int]):
+        """Takes a fast tokenizer with a chat template and the ids that end a turn.
 
         Raises:
           Refusal: the template is no append-only one, its end of turn is not among `eos_ids`, or the
@@ -51,7 +49,6 @@ class Tokens:
         self._plain = _without_added_tokens(self._backend)
         self._refuse_reachable_tokens()
         self.eos_ids = tuple(sorted(set(eos_ids)))
-        self.pad_id = pad_id
         self.vocab_size = len(tokenizer)
         self._template, lone_user = _render_template(tokenizer)
         opening, _, reply = self._template
@@ -66,24 +63,19 @@ class Tokens:
     @classmethod
     def from_folder(cls, folder: epath.PathLike) -> "Tokens":
         """Returns the tokens of a Hugging Face folder (local or gs://): fast tokenizer, chat template,
-        and `generation_config.json` for the stop and padding ids.
+        and `generation_config.json` for the stop ids.
 
         Raises:
-          Refusal: a file is missing or torn (named), no chat template, no padding or stop token, or what
+          Refusal: a file is missing or torn (named), no chat template, no stop token, or what
             `Tokens` refuses.
         """
         tokenizer = _load_tokenizer(epath.Path(folder))
         generation = read_json(epath.Path(folder) / "generation_config.json")
         eos = generation.get("eos_token_id")
         eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-        pad = generation.get("pad_token_id")
-        pad_id = tokenizer.pad_token_id if pad is None else pad
-        if not eos_ids or pad_id is None:
-            raise Refusal(
-                f"{folder}: found eos_token_id {sorted(eos_ids)} and pad_token_id {pad_id}, expected at "
-                "least one id for each. Set them in generation_config.json."
-            )
-        return cls(tokenizer, sorted(eos_ids), pad_id)
+        if not eos_ids:
+            raise Refusal(f"{folder}: found no eos_token_id, set one in generation_config.json.")
+        return cls(tokenizer, sorted(eos_ids))
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of plain text. Special and other added tokens in it are spelled out as ordinary

@@ -95,13 +95,14 @@ def evaluated_on(config: Config) -> dict[str, str]:
 def _fingerprints(config: Config, kind: Kind) -> dict[str, str]:
     folders = {field: find_folder(spec) for field, spec in models_read(config, kind)}
     return (
-        {path: _hash(path) for _, path in files_read(config, kind)}
+        {path: file_fingerprint(path) for _, path in files_read(config, kind)}
         | {f"weights of {field}": hf.fingerprint(folder) for field, folder in folders.items()}
         | {f"tokenizer of {field}": files_fingerprint(folder) for field, folder in folders.items()}
     )
 
 
-def _hash(path: str) -> str:
+def file_fingerprint(path: epath.PathLike) -> str:
+    """Returns a hash (hex) of a file's contents."""
     return hashlib.sha256(epath.Path(path).read_bytes()).hexdigest()[:16]
 
 
