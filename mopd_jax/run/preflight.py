@@ -33,9 +33,10 @@ def _problems(named: Mapping[str, Config], kind: Kind | None) -> Iterator[str]:
     for name, phase in named.items():
         does = kind or phase.train.kind
         findings = [*missing_inputs(phase, does, made), *_devices(phase, does)]
-        if samples(phase, does) and phase.retrieval.backend is Backend.HTTP:
-            findings += _server(phase) if phase.retrieval.url not in asked else ()
-            asked.add(phase.retrieval.url)
+        retrieval = phase.retrieval
+        if samples(phase, does) and retrieval.backend is Backend.HTTP and retrieval.url not in asked:
+            findings += _server(phase)
+            asked.add(retrieval.url)
         yield from lines(phase, f"config.{name}" if name else "config", findings)
         made.add(phase.run.dir)
 
@@ -46,7 +47,7 @@ def missing_inputs(config: Config, kind: Kind, made: Collection[str]) -> Iterato
         if path not in made and not epath.Path(path).is_file():
             yield field, f"found no file {path}"
     for field, spec in parts.models_read(config, kind):
-        if spec not in made:
+        if spec.removesuffix("/export") not in made:
             yield from _complaint(field, functools.partial(parts.find_folder, spec))
 
 
