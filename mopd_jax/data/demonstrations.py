@@ -123,10 +123,10 @@ def _message(message: dict[str, Any], where: str) -> Message | str:
 
 
 def _documents(found: Any, where: str) -> tuple[Document, ...]:
-    records = found if isinstance(found, list) else [found]
-    if not all(isinstance(record, dict) and set(record) == {"id", "contents"} for record in records):
+    names = {"id", "contents"}
+    if not isinstance(found, list) or not all(isinstance(d, dict) and set(d) == names for d in found):
         raise Refusal(f'{where}: found documents {_short(found)}, expected [{{"id", "contents"}}, …].')
-    return tuple(Document(id_field(r, where), text_field(r, "contents", where)) for r in records)
+    return tuple(Document(id_field(d, where), text_field(d, "contents", where)) for d in found)
 
 
 def _short(value: Any) -> str:
