@@ -122,7 +122,7 @@ def test_files_seed_and_overrides_reach_every_phase(commands):
 def test_a_bucket_keeps_both_its_slashes():
     commands = run_stages.commands(run_stages._parse([*FLAGS[:10], "--out", "gs://bucket/run"]))
     named = [argument for command in commands for argument in command if "bucket" in argument]
-    assert len(named) == 15 and all("gs://bucket/run/" in argument for argument in named)
+    assert len(named) == 17 and all("gs://bucket/run/" in argument for argument in named)
 
 
 def test_what_any_phase_misses_is_refused_before_the_first(tmp_path, monkeypatch):
