@@ -121,7 +121,7 @@ def test_files_seed_and_overrides_reach_every_phase(commands):
 
 def test_a_bucket_keeps_both_its_slashes():
     commands = run_stages.commands(run_stages._parse([*FLAGS[:10], "--out", "gs://bucket/run"]))
-    named = [argument for command in commands for argument in command if "bucket" in argument]
+    named = [argument for command in commands for argument in command if "gs:/" in argument]
     assert len(named) == 17 and all("gs://bucket/run/" in argument for argument in named)
 
 
