@@ -11,7 +11,7 @@ import functools
 import math
 import re
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from mopd_jax.config import (
     SPLASH_TILE,
@@ -26,12 +26,13 @@ from mopd_jax.config import (
     Wording,
     Workflow,
 )
+from mopd_jax.refusal import Refusal
 
 Finding = tuple[str, str]
 """Dotted field inside its config, and what is wrong with it."""
 
 
-class ConfigError(ValueError):
+class ConfigError(Refusal):
     """An experiment that cannot run, in words."""
 
 
@@ -49,6 +50,11 @@ def validate(config: Config | Chain, kind: Kind | None = None) -> None:
     problems = list(_type_problems(config, "config"))
     if not problems:
         problems = list(_rule_problems(config, kind))
+    refuse(problems)
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raises `ConfigError` with the list of the problems, if there are any."""
     if problems:
         raise ConfigError("The config is refused:\n" + "\n".join(f"- {p}" for p in problems))
 
@@ -225,7 +231,7 @@ def _model(c: Config, kind: Kind) -> Iterator[Finding]:
     if not c.model.init:
         yield "model.init", 'name a Hugging Face folder, a run folder, an earlier phase, or "random"'
     if c.model.init == "random":
-        for name in _real_text(c, _sources_read(c, kind)):
+        for name in _real_text(c, sources_read(c, kind)):
             yield "model.init", f"has the embedded world's vocabulary, but {name} names files of real text"
         if c.team.wording is Wording.FULL:
             yield "team.wording", 'must be miniature: model.init = "random" knows only those words'
@@ -237,7 +243,7 @@ def _model(c: Config, kind: Kind) -> Iterator[Finding]:
 
 
 def _data(c: Config, kind: Kind) -> Iterator[Finding]:
-    read = _sources_read(c, kind)
+    read = sources_read(c, kind)
     for name in read:
         if not _get(c, name):
             yield name, f"train.kind = {show(kind)} with eval.every = {c.eval.every} reads it: name files"
@@ -260,8 +266,8 @@ def _sources(name: str, sources: tuple[str, ...]) -> Iterator[Finding]:
         yield name, "the embedded world stands alone: its vocabulary knows no other text"
 
 
-def _sources_read(c: Config, kind: Kind) -> list[str]:
-    """Fields of the data that a phase of this kind reads."""
+def sources_read(c: Config, kind: Kind) -> list[str]:
+    """Returns the fields of the data that a phase of this kind reads."""
     if kind is Kind.EVALUATE:
         return ["data.test"]
     main = "data.train" if kind is Kind.REINFORCE else "data.demonstrations"
@@ -276,8 +282,13 @@ def _is_miniature(sources: tuple[str, ...]) -> bool:
     return any(s.partition(":")[0] == "miniature" for s in sources)
 
 
+def samples(c: Config, kind: Kind) -> bool:
+    """Returns whether a phase of this kind lets the team play, and with it search."""
+    return kind is not Kind.SUPERVISED or c.eval.every > 0
+
+
 def _retrieval(c: Config, kind: Kind) -> Iterator[Finding]:
-    if kind is Kind.SUPERVISED and not c.eval.every:
+    if not samples(c, kind):
         return
     if c.retrieval.backend is Backend.BM25 and not c.retrieval.corpus:
         yield "retrieval.corpus", "retrieval.backend = bm25 needs a corpus file"
@@ -349,7 +360,7 @@ def _rule_problems(config: Config | Chain, kind: Kind | None) -> Iterator[str]:
     elif kind and isinstance(config, Chain) and kind not in (c.train.kind for c in named.values()):
         yield f"config has no phase with train.kind = {show(kind)} among {', '.join(named)}."
     if isinstance(config, Chain):
-        yield from _lines(config, "config", _run(config.run))
+        yield from lines(config, "config", _run(config.run))
     yield from _shared_groups(named)
     for name, phase in named.items():
         if name and kind not in (None, phase.train.kind):
@@ -357,10 +368,11 @@ def _rule_problems(config: Config | Chain, kind: Kind | None) -> Iterator[str]:
         findings = [f for rule in _RULES for f in rule(phase)]
         findings += [f for rule in _PHASE_RULES for f in rule(phase, kind or phase.train.kind)]
         findings += _hand_over(name, named)
-        yield from _lines(phase, f"config.{name}" if name else "config", findings)
+        yield from lines(phase, f"config.{name}" if name else "config", findings)
 
 
-def _lines(config: Config | Chain, path: str, findings: Iterable[Finding]) -> Iterator[str]:
+def lines(config: Config | Chain, path: str, findings: Iterable[Finding]) -> Iterator[str]:
+    """Returns a line for each finding in the config that is found at `path`."""
     return (f"{path}.{field} = {show(_get(config, field))}: {why}." for field, why in findings)
 
 

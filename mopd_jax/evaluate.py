@@ -12,16 +12,20 @@ from absl import app, logging
 
 from mopd_jax import flags
 from mopd_jax.config import Chain, Config, Kind, phases
+from mopd_jax.refusal import in_words
 
 if TYPE_CHECKING:
     from mopd_jax.run.report import Result
 
 
 def main(config: Config | Chain, hosts: flags.Hosts = flags.ALONE) -> None:
-    """Evaluates every evaluation phase of a chain, or the one phase there is."""
+    """Evaluates every evaluation phase of a chain, or the one phase there is. Raises as `train.main`."""
+    from mopd_jax.run import preflight
+
     prepare(config, hosts)
     named = phases(config)
     chosen = {name: c for name, c in named.items() if len(named) == 1 or c.train.kind is Kind.EVALUATE}
+    preflight.check(chosen, Kind.EVALUATE)
     write_report([evaluate(name, c) for name, c in chosen.items()], config)
 
 
@@ -99,9 +103,11 @@ def write_report(results: "Sequence[Result]", config: Config | Chain) -> None:
     print(f"{text}\n\nThis table and the settings behind it: {path}")
 
 
+def _run(_) -> None:
+    with in_words():
+        main(_CONFIG.value, _HOSTS())
+
+
 if __name__ == "__main__":
     _CONFIG, _HOSTS = flags.define_config(), flags.define_hosts()
-    app.run(
-        lambda _: main(_CONFIG.value, _HOSTS()),
-        flags_parser=functools.partial(flags.parse, kind=Kind.EVALUATE),
-    )
+    app.run(_run, flags_parser=functools.partial(flags.parse, kind=Kind.EVALUATE))

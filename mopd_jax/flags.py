@@ -5,12 +5,12 @@ not make: unknown fields, the spelling of tuples, and everything of `checks.vali
 costs a fraction of a second: no JAX.
 """
 
+import ast
 import dataclasses
 import enum
 import pathlib
 import re
 import runpy
-import sys
 import traceback
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +23,7 @@ import mopd_jax.config
 from mopd_jax.checks import ConfigError, describe_type, field_types, unknown_field, validate
 from mopd_jax.config import Chain, Config, Kind
 from mopd_jax.published import QWEN3
+from mopd_jax.refusal import in_words
 
 absl.flags.disclaim_key_flags()
 
@@ -122,18 +123,15 @@ def parse(
     Raises:
       SystemExit: with code 2 after printing what is wrong.
     """
-    try:
+    with in_words():
         return _parse(argv, kind, flag_values)
-    except (ConfigError, absl.flags.Error) as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
 
 
 def load(arguments: Sequence[str], kind: Kind | None = None) -> Config | Chain:
     """Returns the validated config that these command-line arguments describe.
 
     Raises:
-      ConfigError, absl.flags.Error: what is wrong, in words.
+      ConfigError: what is wrong, in words.
     """
     argv = ["load", *arguments]
     flag_values = absl.flags.FlagValues()
@@ -143,6 +141,13 @@ def load(arguments: Sequence[str], kind: Kind | None = None) -> Config | Chain:
 
 
 def _parse(argv: Sequence[str], kind: Kind | None, flag_values: absl.flags.FlagValues) -> list[str]:
+    try:
+        return _parse_flags(argv, kind, flag_values)
+    except absl.flags.Error as error:
+        raise ConfigError(str(error)) from error
+
+
+def _parse_flags(argv: Sequence[str], kind: Kind | None, flag_values: absl.flags.FlagValues) -> list[str]:
     expanded = flag_values.read_flags_from_files(list(argv), force_gnu=False)
     file = _config_file(expanded)
     if file:
@@ -174,7 +179,9 @@ def _read_config(flag: str) -> Config | Chain:
         raise ConfigError(f"Config file {file!r} is not found from {pathlib.Path.cwd()}.")
     try:
         config = _run_config(file)(*argument)
-    except TypeError as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's own code may raise
         raise ConfigError(_explain(file, error)) from error
     if not isinstance(config, Config | Chain):
         raise ConfigError(
@@ -190,13 +197,17 @@ def _run_config(file: str) -> Callable[..., Config | Chain]:
     return module["get_config"]
 
 
-def _explain(file: str, error: TypeError) -> str:
-    """Names the line of the config file, and the fields where a dataclass got an unknown one."""
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
-    message = f"{file}, line {lines[-1] if lines else '?'}: {error}."
+def _explain(file: str, error: Exception) -> str:
+    """Names and shows the line of the config file, and the fields where a dataclass got an unknown one."""
+    places = [(f.lineno, f.line) for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    if isinstance(error, SyntaxError) and error.filename == file:
+        places.append((error.lineno, error.text))
+    number, line = places[-1] if places else ("?", None)
+    message = f"{file}, line {number}: {type(error).__name__}: {error}."
+    message += f"\n    {line.strip()}" if line else ""
     unknown = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     group = getattr(mopd_jax.config, unknown[1], None) if unknown else None
-    return f"{message} {unknown_field(group(), unknown[2], unknown[1])}" if group else message
+    return f"{message}\n{unknown_field(group(), unknown[2], unknown[1])}" if group else message
 
 
 def _check_overrides(config: Config | Chain, argv: Sequence[str]) -> None:
@@ -238,11 +249,13 @@ def _override_problem(config: Config | Chain, path: str, text: str, joined: bool
 def _is_spelled(text: str, annotation: type) -> bool:
     """Whether the text can be a value of this type; `a,b` would silently be one element of a tuple."""
     if typing.get_origin(annotation) is tuple:
-        return "," not in text or text.strip()[:1] in ("(", "[", "'", '"') or text.replace(",", "").isdigit()
-    if issubclass(annotation, enum.Enum):
+        parse = ast.literal_eval if re.search(r"^\s*[(\[]|,", text) else str  # one element needs no quotes
+    elif issubclass(annotation, enum.Enum):
         return text.lower() in (member.name.lower() for member in annotation)
+    else:
+        parse = _SCALARS[annotation].parse
     try:
-        _SCALARS[annotation].parse(text)
-    except ValueError:
+        parse(text)
+    except (ValueError, SyntaxError):
         return False
     return True

@@ -13,16 +13,23 @@ from absl import flags as absl_flags
 from mopd_jax import flags
 from mopd_jax.config import Chain, Config, Kind, Precision, phases
 from mopd_jax.published import CHIPS
+from mopd_jax.refusal import in_words
 
 STOPPED = 143
 """Exit code after SIGTERM or SIGINT, as of a killed process: what follows the run must not start."""
 
 
 def main(config: Config | Chain, hosts: flags.Hosts = flags.ALONE) -> None:
-    """Runs the phases in order, then prints one table of all evaluations among them."""
+    """Runs the phases in order, then prints one table of all evaluations among them.
+
+    Raises:
+      Refusal: what does not fit; before any phase's work if it is a file, a model or the devices.
+    """
     from mopd_jax.evaluate import evaluate, prepare, write_report
+    from mopd_jax.run import preflight
 
     prepare(config, hosts)
+    preflight.check(phases(config))
     results = []
     for name, phase in phases(config).items():
         if phase.train.kind is Kind.EVALUATE:
@@ -49,7 +56,7 @@ def train(name: str, config: Config) -> bool:
 
     Raises:
       NonFiniteLoss, TooManyAborted: the run cannot go on; its last checkpoint stands.
-      ResumeError, CheckpointError, ValueError, FileNotFoundError: what does not fit, in words.
+      Refusal: what does not fit, in words.
     """
     from etils import epath
 
@@ -147,10 +154,11 @@ def _update(learner, state, batch, config: Config, step: int):
 
 
 def _run(_) -> None:
-    if _DRY_RUN.value:
-        show_plan(_CONFIG.value, _SIZES.value, _CHIP.value)
-    else:
-        main(_CONFIG.value, _HOSTS())
+    with in_words():
+        if _DRY_RUN.value:
+            show_plan(_CONFIG.value, _SIZES.value, _CHIP.value)
+        else:
+            main(_CONFIG.value, _HOSTS())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mopd_jax.model.qwen3 import Qwen3, Qwen3Config
 from mopd_jax.model.sharding import abstract_params
+from mopd_jax.refusal import Refusal
 from tools import make_checkpoint
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -31,11 +32,16 @@ def random_params(config: Qwen3Config, seed: int = 0) -> dict:
     return unflatten_dict({path: x.astype(np.float32) for path, x in flat.items()})
 
 
+def read_metrics(folder: pathlib.Path) -> list[dict[str, float | None]]:
+    """Returns the lines of a run's `metrics.jsonl`, each with its `step`."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def write_qwen_tokenizer(folder: pathlib.Path) -> pathlib.Path:
     """Writes a tokenizer folder with the real Qwen vocabulary; skips the test where that is missing."""
     try:
         vocabulary = make_checkpoint.default_vocabulary()
-    except FileNotFoundError as error:
+    except Refusal as error:
         pytest.skip(str(error))
     make_checkpoint.write_tokenizer(folder, vocabulary)
     return folder

@@ -6,6 +6,7 @@ import pytest
 
 from mopd_jax.data.questions import load_questions
 from mopd_jax.data.recall import gold_recall
+from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.bm25 import BM25Search, read_corpus
 from mopd_jax.retrieval.search import Document
 
@@ -83,6 +84,25 @@ def test_a_bad_line_is_refused_with_file_line_and_reason(tmp_path, line, reason)
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 3") as refusal:
         read_corpus(str(path))
     assert reason in str(refusal.value)
+
+
+def test_half_a_surrogate_pair_becomes_a_question_mark_and_whole_pairs_stay(tmp_path):
+    path = tmp_path / "awkward.jsonl"
+    path.write_text(r'{"id": "1", "contents": "a\uD800b \ud83d\ude00 \\ud800"}' + "\n")
+    search = BM25Search(str(path))
+    assert search.search(["b\ufffd"], 1) == [(Document("1", "a?b \U0001f600 \\ud800"),)]
+
+
+def test_nesting_without_end_is_refused(tmp_path):
+    (tmp_path / "deep.jsonl").write_text("[" * 200_000)
+    with pytest.raises(Refusal, match=r"deep\.jsonl, line 1: not JSON \(nested too deeply\)"):
+        read_corpus(str(tmp_path / "deep.jsonl"))
+
+
+def test_a_corpus_of_stop_words_is_refused(tmp_path):
+    path = write_corpus(tmp_path / "stop.jsonl", [("1", "the of"), ("2", "and a")])
+    with pytest.raises(Refusal, match=r"stop\.jsonl: found no word to search for but stop words"):
+        BM25Search(path)
 
 
 def test_an_empty_corpus_is_refused(tmp_path):

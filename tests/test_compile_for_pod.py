@@ -12,9 +12,9 @@ import jax
 import pytest
 
 from mopd_jax.published import CHIPS
+from mopd_jax.refusal import Refusal
 from tests import test_plan
 from tools import compile_for_pod
-from tools.compile_for_pod import Refused
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 V5E = CHIPS["v5e"]
@@ -35,7 +35,7 @@ def test_used_bytes_of_a_refusal():
     second += "(1.50T) exceeds available HBM (15.75G)."
     assert compile_for_pod.used_bytes(first) == int(20.30 * 2**30)
     assert compile_for_pod.used_bytes(second) == int(1.5 * 2**40)
-    with pytest.raises(Refused, match="RESOURCE_EXHAUSTED: vmem"):
+    with pytest.raises(Refusal, match="RESOURCE_EXHAUSTED: vmem"):
         compile_for_pod.used_bytes("RESOURCE_EXHAUSTED: vmem")
 
 
@@ -59,14 +59,14 @@ def test_a_fitting_mesh_is_kept(config, capsys):
 def test_an_engine_stays_on_one_host(tensor, choice):
     pod = compile_for_pod.Pod("v5e:2x4", V5E, jax.devices())
     with pytest.raises(
-        Refused, match=f"rollout_tensor = {tensor}, a host has 8 devices: choose one of {choice}"
+        Refusal, match=f"rollout_tensor = {tensor}, a host has 8 devices: choose one of {choice}"
     ):
         pod.engine_devices(tensor)
 
 
 @pytest.mark.parametrize("name", ["v7x:2x2", "v5litepod-16", "v5e", "v5e:16"])
 def test_an_unknown_topology_is_refused(name):
-    with pytest.raises(Refused, match=f"{name}: expected one of v4, v5e, v5p, v6e, then e.g. :4x4"):
+    with pytest.raises(Refusal, match=f"{name}: expected one of v4, v5e, v5p, v6e, then e.g. :4x4"):
         compile_for_pod.open_pod(name)
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mopd_jax.data.demonstrations import Conversation, FileDemonstrations, read_conversations
+from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.search import Document
 from mopd_jax.team.episode import Message, Role
 
@@ -27,6 +28,10 @@ ANSWER = {
 def write(path, *records):
     path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records), encoding="utf-8")
     return path
+
+
+def with_documents(documents):
+    return {**ANSWER, "messages": [{**ANSWER["messages"][0], "documents": documents}, ANSWER["messages"][1]]}
 
 
 def numbered(count):
@@ -68,8 +73,8 @@ def test_a_line_separator_inside_a_text_does_not_end_its_line(tmp_path):
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ("{", ["no JSON", "one conversation per line"]),
-        ("[1]", ["[1]", "'role'", "'messages'"]),
+        ("{", ["not JSON", "one JSON object per line"]),
+        ("[1]", ["a JSON list"]),
         ({"messages": []}, ["['messages']", "'role'"]),
         ({**ANSWER, "note": 1}, ["'note'", "'messages'"]),
         ({**ANSWER, "role": "critic"}, ["'critic'", "'leader', 'searcher', 'answerer'"]),
@@ -97,15 +102,28 @@ def test_a_line_separator_inside_a_text_does_not_end_its_line(tmp_path):
             },
             ['[{"id": 1}]', '{"id", "contents"}'],
         ),
+        (with_documents(5), ["found documents 5", '{"id", "contents"}']),
+        (with_documents({"id": "1", "contents": "t"}), ["found documents {", "expected [{"]),
+        (with_documents([{"id": "1", "contents": None}]), ['"contents" is None']),
+        (with_documents([{"id": None, "contents": "t"}]), ['"id" is None']),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number(tmp_path, record, words):
     path = write(tmp_path / "d.jsonl", ANSWER, "", record)
     with pytest.raises(ValueError) as error:
         read_conversations(path)
-    assert f"{path}:3: found" in str(error.value)
+    assert f"{path}, line 3: " in str(error.value)
     for word in words:
         assert word in str(error.value)
+
+
+def test_another_encoding_and_a_missing_file_are_refused(tmp_path):
+    path = tmp_path / "d.jsonl"
+    with pytest.raises(Refusal, match=r"Found no file .*d\.jsonl"):
+        read_conversations(path)
+    path.write_text(json.dumps(ANSWER), encoding="utf-16")
+    with pytest.raises(Refusal, match=r"d\.jsonl, line 1: not JSON"):
+        read_conversations(path)
 
 
 def test_each_epoch_holds_every_conversation_once_in_another_order():

@@ -8,7 +8,6 @@ import sys
 import textwrap
 
 import pytest
-from absl import flags as absl_flags
 
 from mopd_jax import checks, flags
 from mopd_jax.checks import ConfigError, validate
@@ -147,6 +146,8 @@ def test_overrides_reach_one_phase_of_a_chain(tmp_path):
         ("mesh.shape=(1,2,1.0)", "config.mesh.shape = (1, 2, 1.0): expected a tuple of 3 whole numbers"),
         ("data.train=nq,hotpotqa", """got 'nq,hotpotqa': expected texts, spelled '("a.jsonl","b.jsonl")'."""),
         ("data.train=", "config.data.train = ('',): has an empty file name; no files at all are spelled ()."),
+        ("data.train=(a.jsonl,)", """got '(a.jsonl,)': expected texts, spelled '("a.jsonl","b.jsonl")'."""),
+        ("data.train=[a.jsonl", "got '[a.jsonl': expected texts"),
         ("data.train=5", "config.data.train = (5,): expected texts"),
         (
             "learn.row_buckets=x",
@@ -169,17 +170,17 @@ def test_all_wrong_overrides_are_named_at_once(experiment):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "message"),
     [
-        ([], ConfigError, "No experiment is named: pass --config=FILE.py"),
-        (["--config=absent.py"], ConfigError, "Config file 'absent.py' is not found"),
-        (["{experiment}", "more"], ConfigError, "Unexpected argument 'more'"),
-        (["{experiment}", "--stepz=1"], absl_flags.Error, "Unknown command line flag 'stepz'"),
-        (["--config.train.steps=1", "{experiment}"], absl_flags.Error, "before a value for --config"),
+        ([], "No experiment is named: pass --config=FILE.py"),
+        (["--config=absent.py"], "Config file 'absent.py' is not found"),
+        (["{experiment}", "more"], "Unexpected argument 'more'"),
+        (["{experiment}", "--stepz=1"], "Unknown command line flag 'stepz'"),
+        (["--config.train.steps=1", "{experiment}"], "before a value for --config"),
     ],
 )
-def test_a_wrong_command_line_is_refused_in_words(experiment, arguments, error, message):
-    with pytest.raises(error) as refusal:
+def test_a_wrong_command_line_is_refused_in_words(experiment, arguments, message):
+    with pytest.raises(ConfigError) as refusal:
         flags.load([a.format(experiment=experiment) for a in arguments])
     assert message in str(refusal.value)
 
@@ -207,8 +208,30 @@ def test_a_wrong_config_file_is_refused_in_words(tmp_path, body, message):
 def test_the_line_of_an_unknown_field_is_named(tmp_path):
     path = tmp_path / "wrong.py"
     path.write_text("from mopd_jax.config import *\n\ndef get_config():\n    return Config(lerning=1)\n")
-    with pytest.raises(ConfigError, match=r"wrong\.py, line 4: .*'lerning'.*Did you mean learn\?"):
+    with pytest.raises(ConfigError, match=r"(?s)wrong\.py, line 4: .*'lerning'.*Did you mean learn\?"):
         flags.load([f"--config={path}"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("    return Config(", "wrong.py, line 4: SyntaxError: '(' was never closed"),
+        ("    return Confg()", "wrong.py, line 4: NameError: name 'Confg' is not defined"),
+        ("    import mopd", "wrong.py, line 4: ModuleNotFoundError: No module named 'mopd'"),
+        (
+            "    return Config().lern",
+            "wrong.py, line 4: AttributeError: 'Config' object has no attribute 'lern'",
+        ),
+        ("    return {}['steps']", "wrong.py, line 4: KeyError: 'steps'"),
+    ],
+)
+def test_an_error_of_a_config_file_is_told_with_its_line(tmp_path, line, message):
+    path = tmp_path / "wrong.py"
+    path.write_text(f"from mopd_jax.config import *\n\ndef get_config():\n{line}\n")
+    with pytest.raises(ConfigError) as refusal:
+        flags.load([f"--config={path}"])
+    told, shown = str(refusal.value).splitlines()
+    assert message in told and shown == line
 
 
 def test_annotations_as_text_are_refused(tmp_path):

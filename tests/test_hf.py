@@ -22,6 +22,7 @@ from mopd_jax.model import folders, hf, hf_save
 from mopd_jax.model.qwen3 import Qwen3, Qwen3Config
 from mopd_jax.model.sharding import make_mesh, param_shardings
 from mopd_jax.model.tokens import Tokens
+from mopd_jax.refusal import Refusal
 from tests.fixtures import GOLDEN, random_params, tiny_config, write_tokenizer
 from tests.reads import counted
 from tools import make_checkpoint
@@ -257,7 +258,7 @@ def test_saving_over_something_else_is_refused(tmp_path):
     config = tiny_config()
     hf_save.save(tmp_path / "saved", config, random_params(config))
     (tmp_path / "saved" / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"holds notes\.txt, expected no folder or one with"):
+    with pytest.raises(Refusal, match=r"holds notes\.txt, expected no folder or one with"):
         hf_save.save(tmp_path / "saved", config, random_params(config))
     assert (tmp_path / "saved" / "notes.txt").read_text() == "mine"
 
@@ -330,17 +331,17 @@ def test_missing_files_are_named(tmp_path):
     config = hf.read_config(folder)
     first = min(folder.glob("*.safetensors"))
     first.unlink()
-    with pytest.raises(FileNotFoundError, match=f"{first.name} is missing"):
+    with pytest.raises(Refusal, match=f"{first.name} is missing"):
         hf.load_params(folder, config)
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text()[:-9])
     with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is torn"):
         hf.load_params(folder, config)
     index.unlink()
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):
+    with pytest.raises(Refusal, match=r"model\.safetensors is missing"):
         hf.load_params(folder, config)
     (folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+    with pytest.raises(Refusal, match=r"config\.json is missing"):
         hf.read_config(folder)
 
 
@@ -364,7 +365,27 @@ def test_make_checkpoint_from_a_vocabulary(tmp_path):
     assert scale == pytest.approx(8**-0.5, rel=0.05), "scaled by the width"
     tokens = Tokens.from_folder(tmp_path / "made")
     assert tokens.encode("abcab<|im_end|>a")[:2] == [257, 256]
-    assert (tokens.pad_id, tokens.eos_ids, tokens.vocab_size) == (258, (258, 260), 284)
+    assert (tokens.eos_ids, tokens.vocab_size) == ((258, 260), 284)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "Found no file .*, expected a qwen"),
+        ("YQ== 0\nYg==", "no token in base64 and its rank"),
+    ],
+)
+def test_make_checkpoint_refuses_another_vocabulary(tmp_path, content, complaint):
+    path = tmp_path / "vocabulary"
+    path.write_text(content) if content else path.mkdir()
+    with pytest.raises(Refusal, match=complaint):
+        make_checkpoint.read_vocabulary(path)
+
+
+@pytest.mark.parametrize("size", ["hidden_size", "num_layers", "num_kv_heads"])
+def test_make_checkpoint_refuses_sizes_that_are_none(tmp_path, size):
+    with pytest.raises(Refusal, match=f"{size} = 0: expected a whole number of at least 1"):
+        make_checkpoint.main(["--out", str(tmp_path / "made"), f"--{size}=0"])
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from mopd_jax.model import hf
 from mopd_jax.model.qwen3 import Qwen3
 from mopd_jax.model.sharding import make_mesh, param_shardings
+from mopd_jax.refusal import Refusal
 from tests.fixtures import GOLDEN
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -71,7 +72,7 @@ def test_one_of_several_files_is_torn(untied):
 
 def test_index_names_a_file_that_is_not_there(untied):
     edit_index(untied, **{NORM: "model-00003-of-00002.safetensors"})
-    with pytest.raises(FileNotFoundError, match=r"model-00003-of-00002\.safetensors is missing"):
+    with pytest.raises(Refusal, match=r"model-00003-of-00002\.safetensors is missing"):
         load(untied)
 
 
@@ -89,7 +90,14 @@ def test_index_lacks_a_tensor(untied):
         load(untied)
 
 
-@pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}'])
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_json_that_is_no_object(untied, name):
+    (untied / name).write_text("[1, 2]")
+    with pytest.raises(Refusal, match=rf"{name} holds a JSON list, expected an object"):
+        load(untied)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}', '{"weight_map": ["model.safetensors"]}'])
 def test_index_without_a_map(untied, content):
     (untied / INDEX).write_text(content)
     with pytest.raises(ValueError, match=rf"{INDEX} has no weight_map"):

@@ -21,8 +21,8 @@ from mopd_jax.checks import ConfigError
 from mopd_jax.config import Precision
 from mopd_jax.model import sharding
 from mopd_jax.run import hosts, parts
-from mopd_jax.run.metrics import read_metrics
 from tests import host_program
+from tests.fixtures import read_metrics
 from tests.test_train import ROOT, measured, wait_for_lines
 from tests.tiny_hosts import get_config
 

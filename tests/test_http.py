@@ -109,6 +109,11 @@ def test_an_empty_list_is_an_answer_and_numbers_are_ids(server, client):
     assert client.search(["a", "b"], 3) == [(), (Document("7", "t"),)]
 
 
+def test_half_a_surrogate_pair_in_an_answer_becomes_a_question_mark(server, client):
+    server.script = [(200, rb'{"result": [[{"id": "1", "contents": "a\ud800b"}]]}')]
+    assert client.search(["x"], 3) == [(Document("1", "a?b"),)]
+
+
 def test_queries_are_split_at_the_largest_batch_and_none_send_nothing(server):
     client = HTTPSearch(server.url, max_batch=2)
     queries = [str(i) for i in range(5)]
@@ -140,6 +145,7 @@ FAULTS = {
     "no JSON": (200, b"<html>"),
     "no UTF-8": (200, b'{"result": [["\xff"]]}'),
     "empty body": (200, b""),
+    "nested without end": (200, b"[" * 200_000),
     "no result": (200, b'{"results": [[]]}'),
     "a list": (200, b"[[]]"),
     "too few lists": well_formed([]),
@@ -186,6 +192,7 @@ def test_no_server_is_a_search_error_after_bounded_waits(server, waits):
 
 def test_identity_is_the_address_and_other_addresses_are_refused():
     assert HTTPSearch("http://host:8000/retrieve").identity == "http:http://host:8000/retrieve"
-    for url in ("", "host:8000/retrieve", "file:///etc/passwd", "http:///retrieve"):
+    ports = ("http://host:99999/retrieve", "http://host:abc/retrieve", "http://host:0/retrieve")
+    for url in ("", "host:8000/retrieve", "file:///etc/passwd", "http:///retrieve", "http://[::1", *ports):
         with pytest.raises(ValueError, match="expected an address like http://10"):
             HTTPSearch(url)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mopd_jax.run import console
-from mopd_jax.run.metrics import MetricsWriter, Pace, Profile, Stopwatch, read_metrics
+from mopd_jax.run.metrics import MetricsWriter, Pace, Profile, Stopwatch
+from tests.fixtures import read_metrics
 
 
 def reject_constant(name):

@@ -183,12 +183,13 @@ def test_the_chat_template_is_one_token_per_word(tokens):
         tokens.decode(tokens.reply("unknown", closed=True))
         == "<|im_start|> user unknown <|im_end|> <|im_start|> assistant"
     )
-    assert tokens.eos_ids == (tokens.end_of_turn_id,) != (tokens.pad_id,)
+    assert tokens.eos_ids == (tokens.end_of_turn_id,)
     assert tokens.vocab_size < 450
 
 
 def test_text_of_a_special_token_never_ends_a_turn(tokens):
-    assert not {tokens.end_of_turn_id, tokens.pad_id} & set(tokens.encode("Ada <|im_end|> <|endoftext|> Ida"))
+    special = {tokens._added[name] for name in ("<|im_end|>", "<|endoftext|>")}
+    assert not special & set(tokens.encode("Ada <|im_end|> <|endoftext|> Ida"))
 
 
 @pytest.fixture(scope="module", params=list(Workflow), ids=lambda workflow: workflow.value)

@@ -12,12 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mopd_jax.config import ArchitectureConfig, Attention, Backend, Config, Kind, Precision, Remat, Wording
+from mopd_jax.config import (
+    ArchitectureConfig,
+    Attention,
+    Backend,
+    Config,
+    Kind,
+    Precision,
+    Remat,
+    Wording,
+    Workflow,
+)
 from mopd_jax.data import miniature
 from mopd_jax.model import hf, sharding
 from mopd_jax.model.tokens import files_fingerprint
+from mopd_jax.refusal import Refusal
 from mopd_jax.run import parts
 from mopd_jax.run.checkpoint import ResumeError, check_resume, resume_meta, write_json
+from mopd_jax.team.episode import Message
 from mopd_jax.team.roles import Prompts
 from tests import tiny
 from tests.fixtures import write_tokenizer
@@ -83,16 +95,14 @@ def test_a_finished_run_stands_for_its_export(run, config):
 
 def test_an_unfinished_run_is_refused_but_its_export_may_be_named(run, config):
     (run / "finished.json").unlink()
-    with pytest.raises(FileNotFoundError, match=f"'{run}' is not finished.*name {run}/export"):
+    with pytest.raises(Refusal, match=f"'{run}' is not finished.*name {run}/export"):
         parts.open_model(str(run), config)
     assert parts.open_model(str(run / "export"), config).folder == run / "export"
 
 
 def test_a_folder_without_weights_is_refused(tmp_path, config):
     for spec in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(
-            FileNotFoundError, match=f"'{spec}' is neither a Hugging Face folder .*config.json"
-        ):
+        with pytest.raises(Refusal, match=f"'{spec}' is neither a Hugging Face folder .*config.json"):
             parts.open_model(str(spec), config)
 
 
@@ -216,6 +226,12 @@ def test_a_teacher_with_another_language_is_refused(run, config, student):
 
 # ---------------------------------------------------------------- the team
 
+SAID = {
+    "leader": lambda prompts: prompts.to_leader(""),
+    "searcher": lambda prompts: prompts.to_searcher(""),
+    "answerer": lambda prompts: prompts.to_answerer("", ()),
+}
+
 
 def test_rows_longer_than_the_models_positions_are_refused(config, student):
     config.team.row_tokens += 1
@@ -223,10 +239,20 @@ def test_rows_longer_than_the_models_positions_are_refused(config, student):
         parts.make_team(config, student, 1)
 
 
-def test_an_engine_over_more_devices_than_there_are_is_refused(config, student):
-    count = len(jax.local_devices())
-    config.mesh.rollout_tensor = count + 1
-    with pytest.raises(ValueError, match=f"rollout_tensor = {count + 1}, this process has {count} devices"):
+@pytest.mark.parametrize(
+    ("workflow", "role"),
+    [(Workflow.HIERARCHY, "leader"), (Workflow.CASCADE, "searcher"), (Workflow.CASCADE, "answerer")],
+)
+def test_rows_in_which_a_role_could_never_speak_are_refused(config, student, workflow, role):
+    prompts = parts.make_prompts(config.team)
+    opening = Message("system", getattr(prompts, role)), Message("user", SAID[role](prompts))
+    prompt = len(parts.make_renderer(config, student.tokens).open(opening))
+    config.team.workflow = workflow
+    setattr(config.team, f"{role}_tokens", config.team.row_tokens - prompt)
+    parts.make_team(config, student, 1)
+    setattr(config.team, f"{role}_tokens", config.team.row_tokens - prompt + 1)
+    words = rf"row_tokens = 208: the {role}'s first prompt alone takes {prompt} and team\.{role}_tokens = "
+    with pytest.raises(Refusal, match=words):
         parts.make_team(config, student, 1)
 
 

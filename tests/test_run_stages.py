@@ -9,14 +9,15 @@ import sys
 import pytest
 
 from mopd_jax import flags
+from mopd_jax.checks import ConfigError
 from mopd_jax.config import Attention, Backend, Kind, Objective, Workflow
 from mopd_jax.data.answers import normalise
 from mopd_jax.data.questions import load_questions
 from mopd_jax.data.recall import findable, holds
 from mopd_jax.model import hf
-from mopd_jax.run.metrics import read_metrics
+from mopd_jax.run.checkpoint import write_json
 from mopd_jax.run.report import Conditions, Record, Result
-from tests.fixtures import write_qwen_tokenizer
+from tests.fixtures import read_metrics, write_qwen_tokenizer
 from tests.test_train import ONE_DEVICE, ROOT
 from tools import make_checkpoint, run_stages
 
@@ -118,12 +119,49 @@ def test_files_seed_and_overrides_reach_every_phase(commands):
         assert config.model.attention is Attention.XLA
 
 
-def test_demonstrations_that_are_there_are_not_made_again(tmp_path):
+def test_a_bucket_keeps_both_its_slashes():
+    commands = run_stages.commands(run_stages._parse([*FLAGS[:10], "--out", "gs://bucket/run"]))
+    named = [argument for command in commands for argument in command if "gs:/" in argument]
+    assert len(named) == 17 and all("gs://bucket/run/" in argument for argument in named)
+
+
+def test_what_any_phase_misses_is_refused_before_the_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError) as refusal:
+        run_stages.main([*FLAGS[:10], "--out", str(tmp_path / "out")])
+    _, *missing = str(refusal.value).splitlines()
+    assert [line.partition(" = ")[0] for line in missing] == [
+        "- config.data.test",
+        "- config.retrieval.corpus",
+        "- config.model.init",
+        "- config.data.train",
+        "- config.data.train",
+    ]
+    assert missing[3].endswith("found no file nq.jsonl.") and missing[4].endswith("found no file it's.jsonl.")
+    with pytest.raises(ConfigError, match=r"config\.optim has no field 'lrr'"):
+        run_stages.main([*FLAGS[:10], "--out", str(tmp_path / "out"), "--", "--config.optim.lrr=1"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_demonstrations_are_made_again_only_when_their_inputs_change(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     args = run_stages._parse(FLAGS)
-    args.out = str(tmp_path)
-    (tmp_path / "demonstrations.jsonl").touch()
-    modules = [command[0] for command in run_stages.commands(args)]
-    assert modules == ["mopd_jax.evaluate", "mopd_jax.train"] * 3 + ["mopd_jax.evaluate"]
+    for path in (args.corpus, *args.train):
+        (tmp_path / path).write_text(path)
+    made = tmp_path / "out" / "demonstrations.jsonl"
+    write_json(made.with_suffix(".json"), run_stages._inputs(args))
+    assert not run_stages.up_to_date(args)
+    made.write_text("{}")
+    assert run_stages.up_to_date(args)
+    (tmp_path / args.corpus).write_text("another")
+    assert not run_stages.up_to_date(args)
+
+
+def test_a_command_that_fails_ends_the_whole_with_its_exit_code(capfd):
+    with pytest.raises(SystemExit) as ended:
+        run_stages.run(["json.tool", "absent.json"])
+    assert ended.value.code == subprocess.run([sys.executable, "-m", "json.tool", "absent.json"]).returncode
+    assert "absent.json" in capfd.readouterr().err
 
 
 def make_result(*attempts: tuple[int, dict]) -> Result:

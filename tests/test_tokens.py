@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from mopd_jax.model.tokens import Tokens, check_compatible
+from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.search import Document
 from mopd_jax.team.episode import Message
 from tests.conversations import CONVERSATIONS, render, template_ids
@@ -56,7 +57,7 @@ def small(tmp_path_factory) -> Tokens:
 
 
 def test_stop_tokens_of_the_real_vocabulary(qwen):
-    assert (qwen.eos_ids, qwen.end_of_turn_id, qwen.pad_id) == ((151_643, 151_645), 151_645, 151_643)
+    assert (qwen.eos_ids, qwen.end_of_turn_id) == ((151_643, 151_645), 151_645)
     assert qwen.vocab_size == 151_669
     assert qwen.encode("<|im_start|>") == [27, 91, 318, 4906, 91, 29]
     assert (
@@ -148,14 +149,8 @@ def test_forced_end_of_turn_comes_first(small):
 def test_padding_may_be_a_stop_token(tmp_path):
     """Kind 3."""
     tokens = Tokens.from_folder(write_tokenizer(tmp_path, pad="<|im_end|>"))
-    assert (tokens.pad_id, tokens.eos_ids, tokens.end_of_turn_id) == (259, (259,), 259)
+    assert (tokens.eos_ids, tokens.end_of_turn_id) == ((259,), 259)
     assert tokens.open([Message("user", "ab")]).count(259) == 1
-
-
-def test_padding_falls_back_to_the_tokenizer(tmp_path):
-    folder = write_tokenizer(tmp_path, pad=None)
-    edit(folder / "tokenizer_config.json", pad_token="<|im_start|>")
-    assert Tokens.from_folder(folder).pad_id == 258
 
 
 def test_count_and_unfinished_characters(small):
@@ -185,7 +180,18 @@ def edit(path: pathlib.Path, **changes):
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
 def test_missing_file_is_named(tmp_path, name):
     (write_tokenizer(tmp_path) / name).unlink()
-    with pytest.raises(FileNotFoundError, match=name):
+    with pytest.raises(Refusal, match=name):
+        Tokens.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_torn_file_is_named(tmp_path, name):
+    path = write_tokenizer(tmp_path) / name
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(Refusal, match=rf"{name} is torn or no JSON .*copy it again"):
+        Tokens.from_folder(tmp_path)
+    path.write_text("[1]")
+    with pytest.raises(Refusal, match=f"{name} holds a JSON list, expected an object"):
         Tokens.from_folder(tmp_path)
 
 
@@ -193,8 +199,7 @@ def test_missing_file_is_named(tmp_path, name):
     ("file", "changes", "complaint"),
     [
         ("tokenizer_config.json", {"chat_template": None}, "no chat template. Add chat_template.jinja"),
-        ("generation_config.json", {"eos_token_id": None}, r"eos_token_id \[\] and pad_token_id 257"),
-        ("generation_config.json", {"pad_token_id": None}, r"eos_token_id \[259\] and pad_token_id None"),
+        ("generation_config.json", {"eos_token_id": None}, "found no eos_token_id, set one"),
         (
             "generation_config.json",
             {"eos_token_id": 257},

@@ -26,6 +26,7 @@ from absl import flags as absl_flags
 from mopd_jax import flags
 from mopd_jax.config import Chain, Config, phases
 from mopd_jax.published import CHIPS, Chip
+from mopd_jax.refusal import Refusal, in_words
 
 if TYPE_CHECKING:
     from mopd_jax.run.fit import Fit
@@ -35,14 +36,10 @@ HOST_ONLY = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_
 """Environment in which libtpu compiles and looks for no device."""
 
 
-class Refused(ValueError):
-    """What was asked for cannot be compiled here, in words."""
-
-
 def main(config: Config | Chain, topology: str, sizes: str) -> int:
     """Prints the tables of every phase; returns the exit code, 1 if a program does not fit."""
     if not importlib.util.find_spec("libtpu"):
-        raise Refused('libtpu is not installed, it is the compiler: pip install "jax[tpu]".')
+        raise Refusal('libtpu is not installed, it is the compiler: pip install "jax[tpu]".')
     os.environ |= HOST_ONLY
     from mopd_jax.run import fit
     from mopd_jax.run.plan import assumed_sizes, model_sizes
@@ -94,10 +91,10 @@ class Pod:
         no program for a part of a larger one.
 
         Raises:
-          Refused: a host has fewer, or they make no rectangle.
+          Refusal: a host has fewer, or they make no rectangle.
         """
         if count > self.host_devices or count not in HOST_BOUNDS:
-            raise Refused(
+            raise Refusal(
                 f"mesh.rollout_tensor = {count}, a host has {self.host_devices} devices: choose one of "
                 f"{', '.join(str(n) for n in HOST_BOUNDS if n <= self.host_devices)}."
             )
@@ -113,11 +110,11 @@ def open_pod(topology: str) -> Pod:
     """Returns the pod of that name.
 
     Raises:
-      Refused: there is none.
+      Refusal: there is none.
     """
     generation, _, bounds = topology.partition(":")
     if generation not in CHIPS or not re.fullmatch(r"\d+(x\d+){1,2}", bounds):
-        raise Refused(f"--topology={topology}: expected one of {', '.join(CHIPS)}, then e.g. :4x4 or :4x4x4.")
+        raise Refusal(f"--topology={topology}: expected one of {', '.join(CHIPS)}, then e.g. :4x4 or :4x4x4.")
     return Pod(topology, CHIPS[generation], open_devices(topology))
 
 
@@ -125,7 +122,7 @@ def open_devices(topology: str, **settings) -> Sequence:
     """Returns the devices of a topology.
 
     Raises:
-      Refused: libtpu knows none of that name.
+      Refusal: libtpu knows none of that name.
     """
     from jax.errors import JaxRuntimeError
     from jax.experimental import topologies
@@ -135,7 +132,7 @@ def open_devices(topology: str, **settings) -> Sequence:
     try:
         return topologies.get_topology_desc(topology, "tpu", **settings).devices
     except JaxRuntimeError as error:
-        raise Refused(f"--topology={topology}: libtpu knows no such topology ({error}).") from error
+        raise Refusal(f"--topology={topology}: libtpu knows no such topology ({error}).") from error
 
 
 def on_pod(config: Config, devices: int) -> Config:
@@ -203,7 +200,7 @@ def used_bytes(refusal: str) -> int:
     """
     found = re.search(r"Used ([\d.]+)([KMGT]) of \S+ hbm|\(([\d.]+)([KMGT])\) exceeds available HBM", refusal)
     if not found:
-        raise Refused(refusal)
+        raise Refusal(refusal)
     number, unit = (x for x in found.groups() if x)
     return int(float(number) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[unit])
 
@@ -230,11 +227,8 @@ def describe(plan: "Plan", topology: str, sizes: dict) -> str:
 
 
 def _run(config: Config | Chain, topology: str, sizes: str) -> None:
-    try:
+    with in_words():
         sys.exit(main(config, topology, sizes))
-    except Refused as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

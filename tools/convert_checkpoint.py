@@ -26,6 +26,7 @@ from mopd_jax.config import Config
 from mopd_jax.model import folders, hf, hf_save
 from mopd_jax.model.qwen3 import Qwen3
 from mopd_jax.model.sharding import make_mesh, param_shardings
+from mopd_jax.refusal import Refusal, in_words
 from mopd_jax.run import parts, weights
 from mopd_jax.run.checkpoint import config_from_dict
 
@@ -35,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
     source, target = epath.Path(args.source), epath.Path(args.to)
     if source.resolve() == target.resolve():
-        raise ValueError(f"--from and --to are both {source}; expected another folder to write to.")
+        raise Refusal(f"--from and --to are both {source}; expected another folder to write to.")
     folders.refuse_foreign_files(target, [parts.LANGUAGE_FILE])
     started = time.monotonic()
     is_model = (source / "config.json").exists()
     if is_model and not weights.has_orbax(source):
         if args.step is not None:
-            raise ValueError(f"{source} is a Hugging Face folder and has no steps: leave --step out.")
+            raise Refusal(f"{source} is a Hugging Face folder and has no steps: leave --step out.")
         params = to_orbax(source, target, args.dtype)
     else:
         params = to_hugging_face(source, target, args.step, args.dtype)
@@ -53,7 +54,7 @@ def to_orbax(source: epath.Path, target: epath.Path, dtype: str | None) -> hf.Pa
     """Writes the weights of a Hugging Face folder as an Orbax checkpoint, and returns them.
 
     Raises:
-      FileNotFoundError, ValueError: as `hf.read_config` and `hf.load_params`.
+      Refusal: as `hf.read_config` and `hf.load_params`.
     """
     config = hf.read_config(source)
     stored = jnp.dtype(dtype or hf.stored_dtype(source, config))
@@ -74,7 +75,7 @@ def to_hugging_face(source: epath.Path, target: epath.Path, step: int | None, dt
 
     Raises:
       CheckpointError: there is no such step, it is torn, or its parameters have other sizes.
-      FileNotFoundError: what the run started from (`model.init`), and with it the tokenizer, is gone.
+      Refusal: what the run started from (`model.init`), and with it the tokenizer, is gone.
     """
     step = weights.find_step(source, step)
     if (source / "config.json").exists():
@@ -117,4 +118,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with in_words():
+        main()

@@ -23,6 +23,7 @@ from tokenizers.models import BPE
 from mopd_jax.model import hf_save
 from mopd_jax.model.qwen3 import Qwen3, Qwen3Config
 from mopd_jax.model.sharding import init_params, make_mesh
+from mopd_jax.refusal import Refusal, in_words
 
 PADDED_VOCABULARY = 151_936
 """Width of Qwen3's logits; ids from 151,669 on stand for nothing."""
@@ -58,23 +59,32 @@ def default_vocabulary() -> Path:
     """Returns the path of the Qwen vocabulary that the installed package `dashscope` carries.
 
     Raises:
-      FileNotFoundError: the package is not installed or holds no such file.
+      Refusal: the package is not installed or holds no such file.
     """
     package = importlib.util.find_spec("dashscope")
     folders = package.submodule_search_locations if package else []
     for folder in folders:
         if (Path(folder) / "resources/qwen.tiktoken").exists():
             return Path(folder) / "resources/qwen.tiktoken"
-    raise FileNotFoundError(
+    raise Refusal(
         "Found no package `dashscope` with resources/qwen.tiktoken. `pip install dashscope`, or pass "
         "--vocabulary."
     )
 
 
 def read_vocabulary(path: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Returns (token → id, merges by rank) of a tiktoken file, tokens in GPT-2's spelling of bytes."""
+    """Returns (token → id, merges by rank) of a tiktoken file, tokens in GPT-2's spelling of bytes.
+
+    Raises:
+      Refusal: there is no such file, or it holds something else.
+    """
+    if not path.is_file():
+        raise Refusal(f"Found no file {path}, expected a qwen.tiktoken file: pass another --vocabulary.")
     lines = (line.split() for line in path.read_bytes().splitlines() if line)
-    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    try:
+        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    except ValueError as error:
+        raise Refusal(f"{path}: found a line that is no token in base64 and its rank ({error}).") from error
     spell = _byte_spelling()
     merges = [
         tuple(map(spell, _last_merge(token, ranks)))
@@ -176,4 +186,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with in_words():
+        main()

@@ -27,6 +27,7 @@ from mopd_jax.data.answers import normalise
 from mopd_jax.data.demonstrations import Conversation, act_out
 from mopd_jax.data.questions import load_questions
 from mopd_jax.data.recall import findable, holds
+from mopd_jax.refusal import in_words
 from mopd_jax.retrieval.bm25 import BM25Search
 from mopd_jax.retrieval.search import Document, Retriever
 from mopd_jax.team import roles
@@ -226,4 +227,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with in_words():
+        main()

@@ -6,15 +6,24 @@
 Demonstrations are made from the training questions and the corpus; then `configs/warmup.py`,
 `configs/stage1.py` and `configs/stage2.py` run with overrides only, each command printed before it
 starts. The defaults suit a small checkpoint on a laptop's CPU. Everything after `--` overrides a field
-in every phase, e.g. `-- --config.optim.lr=1e-4`. A broken run goes on when the same command is given again.
+in every phase, e.g. `-- --config.optim.lr=1e-4`. What does not fit is refused before anything starts. A
+broken run goes on when the same command is given again; demonstrations are made anew where their inputs
+changed.
 """
 
 import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from etils import epath
+
+from mopd_jax import flags
+from mopd_jax.checks import lines, refuse
+from mopd_jax.config import Kind
+from mopd_jax.refusal import in_words
+from mopd_jax.run import parts, preflight
+from mopd_jax.run.checkpoint import read_json, write_json
 from mopd_jax.run.report import Result, format_report, read_result
 from mopd_jax.team.episode import Status
 
@@ -46,21 +55,66 @@ LAPTOP = (
 )
 """What makes the full-scale experiments fit two CPU cores and a model of a few million parameters."""
 
+MAKE, TRAIN, EVALUATE = "tools.make_demonstrations", "mopd_jax.train", "mopd_jax.evaluate"
+DEMONSTRATIONS, MADE_FROM = "demonstrations.jsonl", "demonstrations.json"
+"""Files in --out: the conversations, and the fingerprints of what they were made from."""
+
 INVALID = (Status.MALFORMED.value, Status.LENGTH.value)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` defaults to the process' own arguments."""
     args = _parse(argv)
-    out = Path(args.out)
+    out = epath.Path(args.out)
+    make, *phases = commands(args)
+    check(phases, made=str(out / DEMONSTRATIONS))
     out.mkdir(parents=True, exist_ok=True)
-    for command in commands(args):
-        print("\n+", " ".join(command), flush=True)
-        subprocess.run([sys.executable, "-m", *command], check=True)
+    if not up_to_date(args):
+        run(make)
+        write_json(out / MADE_FROM, _inputs(args))
+    for command in phases:
+        run(command)
     results = [read_result(out / name / "results.jsonl") for name in SYSTEMS]
     print("\n" + format_report(results))
     for result in results:
         print(f"{result.system}: {100 * valid_turns(result):.1f} % of the turns were valid")
+
+
+def check(phases: Sequence[Sequence[str]], made: str) -> None:
+    """Loads the configs of all commands and looks for the files they read.
+
+    Args:
+      phases: commands that train or evaluate, in order; a model may be the folder of an earlier one.
+      made: file that will have been made by then.
+
+    Raises:
+      ConfigError: what is wrong or missing.
+    """
+    problems, there = {}, {made}
+    for module, *arguments in phases:
+        config = flags.load(arguments, Kind.EVALUATE if module == EVALUATE else None)
+        kind = Kind.EVALUATE if module == EVALUATE else config.train.kind
+        findings = preflight.missing_inputs(config, kind, there)
+        problems |= dict.fromkeys(lines(config, "config", findings))  # each once, in order
+        there.add(config.run.dir)
+    refuse(list(problems))
+
+
+def run(command: Sequence[str]) -> None:
+    """Prints and runs a module with its arguments; ends with its exit code if it fails, its words above."""
+    print("\n+", " ".join(command), flush=True)
+    if code := subprocess.run([sys.executable, "-m", *command]).returncode:
+        sys.exit(code)
+
+
+def up_to_date(args: argparse.Namespace) -> bool:
+    """Returns whether the demonstrations that are there were made from these questions and passages."""
+    out = epath.Path(args.out)
+    return (out / DEMONSTRATIONS).exists() and read_json(out / MADE_FROM) == _inputs(args)
+
+
+def _inputs(args: argparse.Namespace) -> dict[str, str]:
+    return {path: parts.file_fingerprint(path) for path in (args.corpus, *args.train)}
 
 
 SYSTEMS = {
@@ -73,8 +127,9 @@ SYSTEMS = {
 
 
 def commands(args: argparse.Namespace) -> list[list[str]]:
-    """Returns the modules to run with their arguments, in order."""
-    out, demonstrations = Path(args.out), f"{args.out}/demonstrations.jsonl"
+    """Returns the modules to run with their arguments, in order, the maker of demonstrations first."""
+    out = epath.Path(args.out)
+    demonstrations = str(out / DEMONSTRATIONS)
     common = [
         *LAPTOP,
         f"--config.retrieval.corpus={args.corpus}",
@@ -86,12 +141,12 @@ def commands(args: argparse.Namespace) -> list[list[str]]:
 
     def train(experiment: str, *extra: str) -> list[str]:
         where = [f"--config=configs/{experiment}.py", f"--config.run.dir={out / experiment}"]
-        return ["mopd_jax.train", *where, *common, *data, *extra]
+        return [TRAIN, *where, *common, *data, *extra]
 
     def evaluate(name: str, model: str) -> list[str]:
         experiment, workflow = SYSTEMS[name]
         return [
-            "mopd_jax.evaluate",
+            EVALUATE,
             f"--config=configs/{experiment}.py",
             f"--config.run.dir={out / name}",
             *common,
@@ -104,9 +159,8 @@ def commands(args: argparse.Namespace) -> list[list[str]]:
 
     warm = str(out / "warmup")
     questions = [part for path in args.train for part in ("--questions", path)]
-    make = ["tools.make_demonstrations", *questions, "--corpus", args.corpus, "--out", demonstrations]
     return [
-        *([] if Path(demonstrations).exists() else [make]),
+        [MAKE, *questions, "--corpus", args.corpus, "--out", demonstrations],
         evaluate("before_warmup", args.model),
         train(
             "warmup",
@@ -175,4 +229,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with in_words():
+        main()

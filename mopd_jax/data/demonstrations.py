@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from mopd_jax.refusal import Refusal
+from mopd_jax.retrieval.jsonl import id_field, read_jsonl, text_field
 from mopd_jax.retrieval.search import Document, Retriever
 from mopd_jax.team.episode import Message, Outcome, Role, SampleRequest, SearchRequest, Stop, Turn
 from mopd_jax.team.workflows import Steps
@@ -29,10 +31,10 @@ class FileDemonstrations:
         """Takes at least one conversation.
 
         Raises:
-          ValueError: there is none.
+          Refusal: there is none.
         """
         if not conversations:
-            raise ValueError("Found no demonstrations, expected at least one conversation.")
+            raise Refusal("Found no demonstrations, expected at least one conversation.")
         self.conversations = conversations
         self._seed = seed
 
@@ -80,35 +82,28 @@ def read_conversations(path: epath.PathLike) -> list[Conversation]:
     a rollout.
 
     Raises:
-      ValueError: names the file, the line, what was found and what was expected.
+      Refusal: names the file, the line, what was found and what was expected.
     """
-    # Only "\n" ends a line: texts hold U+2028 and other characters at which splitlines() would cut.
-    lines = epath.Path(path).read_bytes().decode("utf-8-sig").split("\n")
-    return [_conversation(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
+    return [_conversation(record, where) for where, record in read_jsonl(path)]
 
 
-def _conversation(line: str, where: str) -> Conversation:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: found no JSON ({error}), expected one conversation per line.") from error
-    if not isinstance(record, dict) or set(record) != {"role", "messages"}:
-        found = f"fields {list(record)}" if isinstance(record, dict) else _short(record)
-        raise ValueError(f"{where}: found {found}, expected an object with the fields 'role' and 'messages'.")
+def _conversation(record: dict[str, Any], where: str) -> Conversation:
+    if set(record) != {"role", "messages"}:
+        raise Refusal(f"{where}: found fields {list(record)}, expected 'role' and 'messages'.")
     roles = [role.value for role in Role]
     if record["role"] not in roles:
-        raise ValueError(f"{where}: found role {record['role']!r}, expected one of {roles}.")
+        raise Refusal(f"{where}: found role {record['role']!r}, expected one of {roles}.")
     _check_order(record["messages"], where)
     return Conversation(Role(record["role"]), tuple(_message(m, where) for m in record["messages"]))
 
 
 def _check_order(messages: Any, where: str):
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise ValueError(f"{where}: found messages {_short(messages)}, expected a list of objects.")
+        raise Refusal(f"{where}: found messages {_short(messages)}, expected a list of objects.")
     found = [m.get("role") for m in messages]
     turns = found[1:] if found[:1] == ["system"] else found
     if not turns or turns != ["user", "assistant"] * (len(turns) // 2):
-        raise ValueError(
+        raise Refusal(
             f"{where}: found messages of {found}, expected an optional system message, then user and "
             "assistant by turns, the assistant last."
         )
@@ -118,16 +113,20 @@ def _message(message: dict[str, Any], where: str) -> Message | str:
     content = message.get("content")
     known = {"role", "content"} | ({"documents"} if message["role"] == "user" else set())
     if not isinstance(content, str) or not set(message) <= known:
-        raise ValueError(
+        raise Refusal(
             f"{where}: found a message {_short(message)}, expected a text as content and no fields "
             f"but {sorted(known)}."
         )
     if message["role"] == "assistant":
         return content
-    documents = message.get("documents", [])
-    if not all(isinstance(d, dict) and set(d) == {"id", "contents"} for d in documents):
-        raise ValueError(f'{where}: found documents {_short(documents)}, expected [{{"id", "contents"}}, …].')
-    return Message(message["role"], content, tuple(Document(**d) for d in documents))
+    return Message(message["role"], content, _documents(message.get("documents", []), where))
+
+
+def _documents(found: Any, where: str) -> tuple[Document, ...]:
+    names = {"id", "contents"}
+    if not isinstance(found, list) or not all(isinstance(d, dict) and set(d) == names for d in found):
+        raise Refusal(f'{where}: found documents {_short(found)}, expected [{{"id", "contents"}}, …].')
+    return tuple(Document(id_field(d, where), text_field(d, "contents", where)) for d in found)
 
 
 def _short(value: Any) -> str:

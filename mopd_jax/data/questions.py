@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.jsonl import id_field, read_jsonl, text_field
 from mopd_jax.team.episode import Question
 
@@ -30,20 +31,18 @@ def load_questions(path: str) -> list[Question]:
       path: the file; may be a gs:// path.
 
     Raises:
-      ValueError: a line is no JSON object, a question or its answers are missing or empty, or an id
+      Refusal: a line is no JSON object, a question or its answers are missing or empty, or an id
         comes twice in its dataset and split; the message names file, line and reason.
     """
     questions, first_seen = [], {}
     for place, record in read_jsonl(path):
         question = _question(record, pathlib.PurePath(path).stem, place)
         if _key(question) in first_seen:
-            raise ValueError(f"{place}: {_key(question)} was already used in {first_seen[_key(question)]}.")
+            raise Refusal(f"{place}: {_key(question)} was already used in {first_seen[_key(question)]}.")
         first_seen[_key(question)] = place
         questions.append(question)
     if not questions:
-        raise ValueError(
-            f'{path}: found no question, expected lines of {{"id", "question", "golden_answers"}}.'
-        )
+        raise Refusal(f'{path}: found no question, expected lines of {{"id", "question", "golden_answers"}}.')
     return questions
 
 
@@ -51,14 +50,14 @@ def load_sets(paths: Sequence[str]) -> list[Question]:
     """Returns the questions of several files one after the other.
 
     Raises:
-      ValueError: as `load_questions`, or two files hold the same (dataset, split, id): its rollouts
+      Refusal: as `load_questions`, or two files hold the same (dataset, split, id): its rollouts
         would fall into one group.
     """
     questions, first_seen = [], {}
     for path in paths:
         for question in load_questions(path):
             if _key(question) in first_seen:
-                raise ValueError(
+                raise Refusal(
                     f"{path}: {_key(question)} is also in {first_seen[_key(question)]}. "
                     "Leave out one of the files, or the question in one of them."
                 )
@@ -102,10 +101,10 @@ class QuestionSource:
         """Takes questions with distinct (dataset, split, id), as `load_sets` returns them.
 
         Raises:
-          ValueError: there are no questions.
+          Refusal: there are no questions.
         """
         if not questions:
-            raise ValueError("Found no training questions: name at least one file in data.train.")
+            raise Refusal("Found no training questions: name at least one file in data.train.")
         self._questions = tuple(questions)
         self._seed = seed
 
@@ -141,20 +140,20 @@ def _question(record: dict, stem: str, place: str) -> Question:
 def _dataset(record: dict, place: str) -> str:
     metadata = record.get("metadata") or {}
     if not isinstance(metadata, dict):
-        raise ValueError(f'{place}: field "metadata" is {metadata!r:.80}, expected an object.')
+        raise Refusal(f'{place}: field "metadata" is {metadata!r:.80}, expected an object.')
     return text_field(metadata, "dataset", place) if "dataset" in metadata else ""
 
 
 def _answers(record: dict, place: str) -> tuple[str, ...]:
     joined = record.get("golden_answers")
     if not isinstance(joined, list) or not joined or not all(isinstance(a, str) for a in joined):
-        raise ValueError(
+        raise Refusal(
             f'{place}: field "golden_answers" is {joined!r:.80}, expected a non-empty list of strings. '
             f"The record's fields are {sorted(record)}."
         )
     answers = [answer.strip() for text in joined for answer in text.split(SEPARATOR)]
     if not all(answers):
-        raise ValueError(
+        raise Refusal(
             f'{place}: field "golden_answers" holds an empty answer, which an empty prediction equals.'
         )
     return tuple(dict.fromkeys(answers))

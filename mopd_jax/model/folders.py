@@ -1,16 +1,31 @@
 """Folders of checkpoints that stand whole or not at all, on a disk or in a bucket (gs://)."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from etils import epath
 
-from mopd_jax.model.tokens import FILES
+from mopd_jax.refusal import Refusal
+
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+"""The files of a Hugging Face folder that say how text is encoded; the last six are optional."""
 
 ORBAX = "checkpoints"
 """Where a folder keeps Orbax checkpoints."""
@@ -26,15 +41,32 @@ def refuse_foreign_files(folder: epath.PathLike, others: Collection[str] = ()) -
     """Checks that nothing but an earlier checkpoint would be replaced; `others` are names of further files.
 
     Raises:
-      FileExistsError: names a file that is no part of a checkpoint.
+      Refusal: names a file that is no part of a checkpoint.
     """
     folder = epath.Path(folder)
     for name in [file.name for file in folder.iterdir()] if folder.exists() else []:
         if name not in (*FILES, *others) and not re.fullmatch(_WEIGHTS, name):
-            raise FileExistsError(
+            raise Refusal(
                 f"{folder} holds {name}, expected no folder or one with nothing but an earlier checkpoint. "
                 "Choose another folder: this one would be replaced."
             )
+
+
+def read_json(path: epath.Path) -> dict[str, Any]:
+    """Returns the JSON object that a file of a checkpoint holds.
+
+    Raises:
+      Refusal: the file is missing, torn or something else.
+    """
+    if not path.exists():
+        raise Refusal(f"{path} is missing; expected a Hugging Face checkpoint folder.")
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise Refusal(f"{path} is torn or no JSON ({error}); copy it again.") from error
+    if not isinstance(found, dict):
+        raise Refusal(f"{path} holds a JSON {type(found).__name__}, expected an object; copy it again.")
+    return found
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 import collections
 import hashlib
-import json
 import math
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from mopd_jax.model import folders
 from mopd_jax.model.hf_layout import Leaf, layout
 from mopd_jax.model.qwen3 import Qwen3Config
+from mopd_jax.refusal import Refusal
 
 Params = dict[str, Any]
 Track = Callable[[Collection], Iterable]
@@ -58,12 +58,11 @@ def read_config(folder: epath.PathLike) -> Qwen3Config:
     """Returns the sizes in a folder's config.json; how they are computed is left at its defaults.
 
     Raises:
-      FileNotFoundError: there is no config.json.
-      ValueError: a field is missing, or asks for what the model does not implement (another architecture,
-        scaled rotary positions, attention bias, sliding window, another activation).
+      Refusal: there is no config.json, a field is missing, or asks for what the model does not implement
+        (another architecture, scaled rotary positions, attention bias, sliding window, another activation).
     """
     path = epath.Path(folder) / "config.json"
-    found = _read_json(path)
+    found = folders.read_json(path)
     for field, values in _SUPPORTED.items():
         if found.get(field) not in values:
             raise _unsupported(path, field, found.get(field), values[0])
@@ -117,9 +116,8 @@ def load_params(
     model may hold an lm_head.weight; it is not read.
 
     Raises:
-      FileNotFoundError: no weights, or a file of the index is missing.
-      ValueError: a missing, unexpected, wrongly shaped or not finite tensor (named, with expected and found),
-        or a torn file.
+      Refusal: no weights, a missing or torn file, or a missing, unexpected, wrongly shaped or not finite
+        tensor (named, with expected and found).
     """
     flat_shardings = flatten_dict(shardings, sep="/") if shardings is not None else {}
     default = SingleDeviceSharding(jax.local_devices()[0])
@@ -153,7 +151,7 @@ def _read_part(
     layers = ranges[0] if leaf.stacked else range(1)
     for name, target in zip(leaf.names(layers), out if leaf.stacked else [out], strict=True):
         if not leaf.read(tensors[name].get_slice(name), ranges[leaf.stacked :], target):
-            raise ValueError(
+            raise Refusal(
                 f"Found NaN or infinity in tensor {name} as {dtype}, expected finite numbers. Take an "
                 "earlier checkpoint, or save it again."
             )
@@ -176,16 +174,14 @@ def _checked_tensors(folder: epath.PathLike, config: Qwen3Config) -> Iterator[di
     names = sorted(set(index.values())) or [WEIGHTS]
     for name in names:
         if not (folder / name).exists():
-            raise FileNotFoundError(
-                f"{folder / name} is missing; expected {WEIGHTS}, or {INDEX} and its files."
-            )
+            raise Refusal(f"{folder / name} is missing; expected {WEIGHTS}, or {INDEX} and its files.")
     with tempfile.TemporaryDirectory() as local:  # stays empty for a local folder: its files are mapped
         opened = {name: _open(_local_copy(folder / name, Path(local))) for name in names}
         held = {name: set(file.keys()) for name, file in opened.items()}
         index = index or dict.fromkeys(held[WEIGHTS], WEIGHTS)
         for tensor, name in index.items():
             if tensor not in held[name]:
-                raise ValueError(
+                raise Refusal(
                     f"Found no tensor {tensor} in {folder / name}, expected it there by {INDEX}. Do the "
                     "files belong together?"
                 )
@@ -195,10 +191,10 @@ def _checked_tensors(folder: epath.PathLike, config: Qwen3Config) -> Iterator[di
 
 
 def _read_index(folder: epath.Path) -> dict[str, str]:
-    found = _read_json(folder / INDEX)
-    if not found.get("weight_map"):
-        raise ValueError(f"{folder / INDEX} has no weight_map, expected one from tensors to files.")
-    return found["weight_map"]
+    found = folders.read_json(folder / INDEX).get("weight_map")
+    if not found or not isinstance(found, dict):
+        raise Refusal(f"{folder / INDEX} has no weight_map, expected one from tensors to files.")
+    return found
 
 
 def _local_copy(file: epath.Path, local: Path) -> Path:
@@ -209,7 +205,7 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="numpy")
     except SafetensorError as error:
-        raise ValueError(f"{file} is torn or no safetensors file ({error}); copy it again.") from error
+        raise Refusal(f"{file} is torn or no safetensors file ({error}); copy it again.") from error
 
 
 def _check_tensors(tensors: Mapping[str, Any], config: Qwen3Config) -> None:
@@ -217,18 +213,18 @@ def _check_tensors(tensors: Mapping[str, Any], config: Qwen3Config) -> None:
     shapes = {name: leaf.stored_shape for leaf in table for name in leaf.names(layers)}
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if missing := sorted(shapes.keys() - tensors.keys()):
-        raise ValueError(
+        raise Refusal(
             f"Found no tensor {missing[0]}, expected shape {shapes[missing[0]]} ({len(missing)} missing)."
         )
     if unexpected := sorted(tensors.keys() - shapes.keys() - ignored):
-        raise ValueError(
+        raise Refusal(
             f"Found tensor {unexpected[0]} ({len(unexpected)} unexpected), expected none of that name for "
             f"{config.num_layers} layers and tie_word_embeddings = {config.tie_word_embeddings}."
         )
     for name, shape in shapes.items():
         part = tensors[name].get_slice(name)
         if tuple(part.get_shape()) != shape or part.get_dtype() not in TYPES:
-            raise ValueError(
+            raise Refusal(
                 f"Found tensor {name} of shape {tuple(part.get_shape())} and type {part.get_dtype()}, "
                 f"expected {shape} and F32, BF16 or F16. Does config.json belong to these weights?"
             )
@@ -246,17 +242,8 @@ def _rope_theta(path: epath.Path, found: dict[str, Any]) -> float:
     return thetas.pop()
 
 
-def _unsupported(path: epath.Path, field: str, found: Any, expected: Any) -> ValueError:
-    return ValueError(
+def _unsupported(path: epath.Path, field: str, found: Any, expected: Any) -> Refusal:
+    return Refusal(
         f"{path}: found {field} = {found!r}, expected {expected!r}. Only plain Qwen3ForCausalLM checkpoints "
         "are supported."
     )
-
-
-def _read_json(path: epath.Path) -> dict[str, Any]:
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing; expected a Hugging Face checkpoint folder.")
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is torn or no JSON ({error}); copy it again.") from error

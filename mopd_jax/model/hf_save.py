@@ -21,7 +21,6 @@ from mopd_jax.model import folders
 from mopd_jax.model.hf import INDEX, SIZES, TYPES, WEIGHTS, Params, Track
 from mopd_jax.model.hf_layout import Leaf, layout
 from mopd_jax.model.qwen3 import Qwen3Config
-from mopd_jax.model.tokens import FILES
 
 
 def save(
@@ -76,7 +75,7 @@ def write_config(folder: Path, config: Qwen3Config, dtype: np.dtype) -> None:
 
 def copy_files(source: epath.PathLike | None, folder: Path) -> None:
     """Copies tokenizer, template and generation files; config.json is not among them."""
-    for name in FILES:
+    for name in folders.FILES:
         if source is not None and name != "config.json" and (epath.Path(source) / name).exists():
             (folder / name).write_bytes((epath.Path(source) / name).read_bytes())
 

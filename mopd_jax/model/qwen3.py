@@ -21,6 +21,13 @@ from mopd_jax.config import Attention
 from mopd_jax.model import attention, splash
 from mopd_jax.model.cache import KVCache, append_history, append_turn, load, stored_dtype
 from mopd_jax.model.sharding import constrain
+from mopd_jax.refusal import Refusal
+
+COUNTS = (
+    "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim "
+    "max_position_embeddings"
+).split()
+"""Sizes that are whole numbers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,13 +53,17 @@ class Qwen3Config:
     """What computes attention over packed rows; prefill and decode have their own."""
 
     def __post_init__(self):
+        for name in COUNTS:
+            found = getattr(self, name)
+            if not isinstance(found, int) or found < 1:
+                raise Refusal(f"{name} = {found!r}: expected a whole number of at least 1")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise Refusal(
                 f"num_heads = {self.num_heads} is no multiple of num_kv_heads = {self.num_kv_heads}: "
                 "every key/value head serves the same number of query heads"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim = {self.head_dim} is odd: rotary embedding turns pairs, make it even")
+            raise Refusal(f"head_dim = {self.head_dim} is odd: rotary embedding turns pairs, make it even")
 
 
 def init_cache(

@@ -20,6 +20,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mopd_jax.config import Attention
+from mopd_jax.refusal import Refusal
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -70,12 +71,12 @@ def spec(axes: tuple[str, ...]) -> PartitionSpec:
 def make_mesh(shape: tuple[int, int, int], devices: list[jax.Device] | None = None) -> Mesh:
     """Returns a mesh over (data, fsdp, tensor) with automatic axes.
 
-    `devices` defaults to all devices of all processes. Raises ValueError if `shape` does not use
+    `devices` defaults to all devices of all processes. Raises Refusal if `shape` does not use
     each of them exactly once.
     """
     devices = jax.devices() if devices is None else devices
     if len(shape) != len(MESH_AXES) or math.prod(shape) != len(devices):
-        raise ValueError(
+        raise Refusal(
             f"mesh {tuple(shape)} over {MESH_AXES} needs {math.prod(shape)} devices, found {len(devices)}: "
             "change mesh.shape so that its product is the number of devices"
         )
@@ -195,7 +196,7 @@ def abstract_params(model: nn.Module) -> dict[str, Any]:
 def param_shardings(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
     """Returns the `NamedSharding` of each parameter, from the axis names declared beside it.
 
-    Raises ValueError for a parameter axis that its mesh axis does not divide.
+    Raises Refusal for a parameter axis that its mesh axis does not divide.
     """
     axes = nn.get_partition_spec(jax.eval_shape(lambda: _boxed_params(model, jax.random.key(0))))
     shardings = jax.tree.map(lambda names: NamedSharding(mesh, spec(tuple(names))), axes, is_leaf=_is_spec)
@@ -234,7 +235,7 @@ def _check_divides(path, array: jax.ShapeDtypeStruct, axes: PartitionSpec, shard
         mesh_axes = (entry,) if isinstance(entry, str) else entry or ()
         parts = math.prod(sharding.mesh.shape[axis] for axis in mesh_axes)
         if size % parts:
-            raise ValueError(
+            raise Refusal(
                 f"{jax.tree_util.keystr(path)}: axis {name!r} of size {size} cannot be split over "
                 f"{'×'.join(mesh_axes)} = {parts}: choose a mesh whose {'×'.join(mesh_axes)} divides {size}"
             )

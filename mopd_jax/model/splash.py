@@ -19,6 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 from mopd_jax.config import SPLASH_TILE
 from mopd_jax.model.sharding import spec
+from mopd_jax.refusal import Refusal
 
 LARGEST_TILE = 512
 """Queries, and keys, of one tile at most [D]: the scores of a tile stay in the core's fast memory."""
@@ -30,10 +31,10 @@ def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT:
     The same as `attention.attend` up to the order of sums; in bfloat16 the scaled queries are rounded once
     more. Padding (segment 0) attends to the padding before it, so that its values and gradients are finite.
 
-    Raises ValueError for rows that do not split into tiles, and for a mesh of devices without the kernel.
+    Raises Refusal for rows that do not split into tiles, and for a mesh of devices without the kernel.
     """
     if segments_BT.shape[1] % SPLASH_TILE:
-        raise ValueError(
+        raise Refusal(
             f"splash attention over rows of {segments_BT.shape[1]} tokens, expected a multiple of "
             f"{SPLASH_TILE}: pad the rows, or set model.attention = xla"
         )
@@ -56,7 +57,7 @@ def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT:
 def _check_platform(mesh: jax.sharding.AbstractMesh) -> None:
     device = mesh.abstract_device
     if device is not None and device.platform not in ("tpu", "cpu"):
-        raise ValueError(
+        raise Refusal(
             f"splash attention on a mesh of {device.platform} devices ({device.device_kind}), expected tpu "
             "(or cpu, where it is interpreted): set model.attention = xla"
         )

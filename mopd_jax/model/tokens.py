@@ -16,20 +16,9 @@ from etils import epath
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from mopd_jax.model.folders import FILES, read_json
+from mopd_jax.refusal import Refusal
 from mopd_jax.team.episode import Message
-
-FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-)
-"""The files of a Hugging Face folder that say how text is encoded; the last six are optional."""
 
 # White space around the placeholders, so that a template that strips contents is noticed.
 _SYSTEM, _USER, _ASSISTANT = (f" \n[[{name}]]\n " for name in ("system", "user", "assistant"))
@@ -45,16 +34,14 @@ class Tokens:
     """Ids at which sampling of a turn stops, ascending."""
     end_of_turn_id: int
     """The one of them with which the template closes an assistant turn (Qwen3: `<|im_end|>`)."""
-    pad_id: int
-    """Fills unused positions; may be one of `eos_ids`, since masks never come from it."""
     vocab_size: int
     """Ids that stand for something; a model's logits may be padded beyond it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_ids: Sequence[int], pad_id: int):
-        """Takes a fast tokenizer with a chat template, the ids that end a turn, and the padding id.
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_ids: Sequence[int]):
+        """Takes a fast tokenizer with a chat template and the ids that end a turn.
 
         Raises:
-          ValueError: the template is no append-only one, its end of turn is not among `eos_ids`, or the
+          Refusal: the template is no append-only one, its end of turn is not among `eos_ids`, or the
             vocabulary reaches a special token from plain text.
         """
         self._backend = tokenizer.backend_tokenizer
@@ -62,7 +49,6 @@ class Tokens:
         self._plain = _without_added_tokens(self._backend)
         self._refuse_reachable_tokens()
         self.eos_ids = tuple(sorted(set(eos_ids)))
-        self.pad_id = pad_id
         self.vocab_size = len(tokenizer)
         self._template, lone_user = _render_template(tokenizer)
         opening, _, reply = self._template
@@ -77,24 +63,19 @@ class Tokens:
     @classmethod
     def from_folder(cls, folder: epath.PathLike) -> "Tokens":
         """Returns the tokens of a Hugging Face folder (local or gs://): fast tokenizer, chat template,
-        and `generation_config.json` for the stop and padding ids.
+        and `generation_config.json` for the stop ids.
 
         Raises:
-          FileNotFoundError: a file is missing, named.
-          ValueError: no chat template, no padding or stop token, or what `Tokens` refuses.
+          Refusal: a file is missing or torn (named), no chat template, no stop token, or what
+            `Tokens` refuses.
         """
         tokenizer = _load_tokenizer(epath.Path(folder))
-        generation = json.loads((epath.Path(folder) / "generation_config.json").read_text())
+        generation = read_json(epath.Path(folder) / "generation_config.json")
         eos = generation.get("eos_token_id")
         eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-        pad = generation.get("pad_token_id")
-        pad_id = tokenizer.pad_token_id if pad is None else pad
-        if not eos_ids or pad_id is None:
-            raise ValueError(
-                f"{folder}: found eos_token_id {sorted(eos_ids)} and pad_token_id {pad_id}, expected at "
-                "least one id for each. Set them in generation_config.json."
-            )
-        return cls(tokenizer, sorted(eos_ids), pad_id)
+        if not eos_ids:
+            raise Refusal(f"{folder}: found no eos_token_id, set one in generation_config.json.")
+        return cls(tokenizer, sorted(eos_ids))
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of plain text. Special and other added tokens in it are spelled out as ordinary
@@ -173,14 +154,14 @@ class Tokens:
         unknown = getattr(self._backend.model, "unk_token", None)
         for token, i in self._added.items():
             if token != unknown and i in self.encode(token):
-                raise ValueError(
+                raise Refusal(
                     f"The plain text {token!r} is encoded to the added token {i}, expected ordinary tokens. "
                     "Take it out of the vocabulary's words or let the pre-tokenizer split it."
                 )
 
     def _check_end_of_turn(self, token: int | str) -> int:
         if token not in self.eos_ids:
-            raise ValueError(
+            raise Refusal(
                 f"The chat template closes an assistant turn with {token!r}, expected one of the stop tokens "
                 f"{self.eos_ids}. Add its id to eos_token_id in generation_config.json."
             )
@@ -193,7 +174,7 @@ class Tokens:
         for text, found in zip((opening, reply), ours, strict=True):
             expected = self._backend.encode(text, add_special_tokens=False).ids
             if found != expected:
-                raise ValueError(
+                raise Refusal(
                     f"The rendered template {text!r} is encoded piecewise to {found}, as a whole to "
                     f"{expected}. Expected a tokenizer that treats text between special tokens independently."
                 )
@@ -216,13 +197,13 @@ def check_compatible(student: Tokens, teacher: Tokens, student_vocab: int, teach
       student_vocab, teacher_vocab: width of their logits, padding included.
 
     Raises:
-      ValueError: names the fields that differ, both values, and what to change.
+      Refusal: names the fields that differ, both values, and what to change.
     """
     ours = student.fingerprint | {"padded vocabulary": student_vocab}
     theirs = teacher.fingerprint | {"padded vocabulary": teacher_vocab}
     differences = [f"{k}: student {ours[k]!r}, teacher {theirs[k]!r}" for k in ours if ours[k] != theirs[k]]
     if differences:
-        raise ValueError(
+        raise Refusal(
             f"Student and teacher differ in {'; '.join(differences)}; expected the same. Use a teacher "
             "trained from the student's base model, with its tokenizer, chat template and "
             "generation_config.json."
@@ -230,18 +211,19 @@ def check_compatible(student: Tokens, teacher: Tokens, student_vocab: int, teach
 
 
 def _load_tokenizer(folder: epath.Path) -> PreTrainedTokenizerFast:
-    for name in ("tokenizer_config.json", "generation_config.json"):
-        if not (folder / name).exists():
-            raise FileNotFoundError(f"{folder / name} is missing; expected a Hugging Face checkpoint folder.")
+    needed = ("tokenizer_config.json", "generation_config.json")
+    for name in FILES:
+        if name.endswith(".json") and (name in needed or (folder / name).exists()):
+            read_json(folder / name)  # transformers does not say which of them is torn
     with tempfile.TemporaryDirectory() as local:  # transformers reads no gs:// paths
         for name in FILES:
             if (folder / name).exists():
                 (Path(local) / name).write_bytes((folder / name).read_bytes())
         tokenizer = AutoTokenizer.from_pretrained(local, local_files_only=True)
     if not tokenizer.is_fast:
-        raise ValueError(f"{folder}: found a slow tokenizer, expected one with tokenizer.json.")
+        raise Refusal(f"{folder}: found a slow tokenizer, expected one with tokenizer.json.")
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise Refusal(
             f"{folder}: found no chat template. Add chat_template.jinja, or `chat_template` in "
             "tokenizer_config.json."
         )
@@ -267,14 +249,14 @@ def _render_template(tokenizer: PreTrainedTokenizerFast) -> tuple[tuple[str, str
     opening, two, three = (render(*start, *turn * n) for n in range(3))
     reply = two[len(opening + _ASSISTANT) :]
     if two != opening + _ASSISTANT + reply or three != two + _ASSISTANT + reply:
-        raise ValueError(
+        raise Refusal(
             f"The chat template is not append-only: it renders {opening!r}, then {two!r}, then {three!r}; "
             "expected each to start with the one before and the assistant's turn unchanged. Use a template "
             "that neither strips nor rewrites earlier turns."
         )
     lone_user = render(("user", _USER))
     if [opening.count(_SYSTEM), opening.count(_USER), reply.count(_USER), lone_user.count(_USER)] != [1] * 4:
-        raise ValueError(
+        raise Refusal(
             f"The chat template changes the messages' contents: found {opening!r} and {reply!r}, expected "
             "each content once and verbatim, white space included."
         )

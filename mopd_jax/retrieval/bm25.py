@@ -8,6 +8,7 @@ import numpy as np
 import Stemmer
 from etils import epath
 
+from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.jsonl import id_field, read_jsonl, text_field
 from mopd_jax.retrieval.search import Document
 
@@ -16,18 +17,18 @@ def read_corpus(path: str) -> list[Document]:
     """Returns the passages of a `{"id", "contents"}` JSONL file in the file's order.
 
     Raises:
-      ValueError: a line is no JSON object, a field is missing or empty, an id comes twice, or the
+      Refusal: no file, a line is no JSON object, a field is missing or empty, an id comes twice, or the
         file holds no passage; the message names file, line and reason.
     """
     documents, first_seen = [], {}
     for place, record in read_jsonl(path):
         document = Document(id_field(record, place), text_field(record, "contents", place))
         if document.id in first_seen:
-            raise ValueError(f"{place}: id {document.id!r} was already used in {first_seen[document.id]}.")
+            raise Refusal(f"{place}: id {document.id!r} was already used in {first_seen[document.id]}.")
         first_seen[document.id] = place
         documents.append(document)
     if not documents:
-        raise ValueError(f'{path}: found no passage, expected lines of {{"id", "contents"}}.')
+        raise Refusal(f'{path}: found no passage, expected lines of {{"id", "contents"}}.')
     return documents
 
 
@@ -55,6 +56,8 @@ class BM25Search:
         self._documents = read_corpus(path)
         self._index = bm25s.BM25()
         tokens = self._tokenize([document.contents for document in self._documents])
+        if not any(tokens.ids):
+            raise Refusal(f"{path}: found no word to search for but stop words, expected English passages.")
         self._index.index(tokens, show_progress=False)
         self.identity = f"bm25:{_sha256(path)[:16]}"
 

@@ -8,6 +8,8 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mopd_jax.refusal import Refusal
+from mopd_jax.retrieval.jsonl import parse_json
 from mopd_jax.retrieval.search import Document, SearchError
 
 FIRST_WAIT_S = 0.5
@@ -46,11 +48,10 @@ class HTTPSearch:
           sleep: waits so many seconds between two tries.
 
         Raises:
-          ValueError: `url` is no http or https address.
+          Refusal: `url` is no http or https address.
         """
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(
+        if not _is_address(url):
+            raise Refusal(
                 f"retrieval.url is {url!r}, expected an address like http://10.0.0.2:8000/retrieve."
             )
         self._url, self._timeout_s, self._retries = url, timeout_s, retries
@@ -90,9 +91,17 @@ class HTTPSearch:
             return answer.read()
 
 
+def _is_address(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number, or none that there is
+        return False
+
+
 def _documents(body: bytes, count: int, k: int) -> list[tuple[Document, ...]]:
     """Reads an answer; a ValueError says what is wrong with it."""
-    answer = json.loads(body)
+    answer = parse_json(body)
     result = answer.get("result") if isinstance(answer, dict) else None
     if not isinstance(result, list) or len(result) != count:
         raise ValueError(f'found {_short(answer)}, expected {{"result": [{count} lists]}}')

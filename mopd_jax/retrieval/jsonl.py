@@ -1,19 +1,41 @@
-"""Reading JSON lines: a file that is not what it should be is refused with file, line and reason."""
+"""Reading JSON from outside: what is not as it should be is refused with file, line and reason."""
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 from etils import epath
 
+from mopd_jax.refusal import Refusal
 
-def read_jsonl(path: str) -> Iterator[tuple[str, dict]]:
+
+def parse_json(data: bytes) -> Any:
+    """Returns the value of JSON in UTF-8. Half of a surrogate pair (an escape like `\\ud800`), which no
+    tokenizer and no file takes, becomes "?".
+
+    Raises:
+      ValueError: it is not JSON, not UTF-8, or nested too deeply.
+    """
+    try:
+        value = json.loads(data.decode("utf-8-sig"))
+        if b"\\ud" in data.lower():
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return value
+
+
+def read_jsonl(path: epath.PathLike) -> Iterator[tuple[str, dict]]:
     """Yields `("PATH, line N", record)` for each line of a UTF-8 file; blank lines are passed over.
 
     A byte-order mark and CRLF ends are read as what they are. `path` may be a gs:// path.
 
     Raises:
-      ValueError: a line is not UTF-8 or not a JSON object; the message names file, line and reason.
+      Refusal: there is no such file, or a line is not UTF-8 or not a JSON object; the message names file,
+        line and reason.
     """
+    if not epath.Path(path).is_file():
+        raise Refusal(f"Found no file {path}, expected one of JSON objects, one per line.")
     with epath.Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -23,11 +45,11 @@ def read_jsonl(path: str) -> Iterator[tuple[str, dict]]:
 
 def _parse(line: bytes, place: str) -> dict:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are both ValueErrors
-        raise ValueError(f"{place}: not JSON ({error}). Expected one JSON object per line.") from error
+        record = parse_json(line)
+    except ValueError as error:
+        raise Refusal(f"{place}: not JSON ({error}). Expected one JSON object per line.") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{place}: found a JSON {type(record).__name__}, expected one object per line.")
+        raise Refusal(f"{place}: found a JSON {type(record).__name__}, expected one object per line.")
     return record
 
 
@@ -35,11 +57,11 @@ def text_field(record: dict, name: str, place: str) -> str:
     """Returns the non-blank string `record[name]` as it stands.
 
     Raises:
-      ValueError: it is missing, not a string, or blank.
+      Refusal: it is missing, not a string, or blank.
     """
     value = record.get(name)
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(
+        raise Refusal(
             f'{place}: field "{name}" is {_found(record, name)}, expected a non-empty string. '
             f"The record's fields are {sorted(record)}."
         )
@@ -50,7 +72,7 @@ def id_field(record: dict, place: str) -> str:
     """Returns `record["id"]` as a string; whole numbers are accepted, as some published files have them.
 
     Raises:
-      ValueError: it is missing, or neither a non-blank string nor a whole number.
+      Refusal: it is missing, or neither a non-blank string nor a whole number.
     """
     value = record.get("id")
     if isinstance(value, int) and not isinstance(value, bool):

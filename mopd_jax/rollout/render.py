@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from mopd_jax.model.tokens import Tokens
+from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.search import Document
 from mopd_jax.team.episode import Message
 from mopd_jax.team.roles import Prompts
@@ -40,13 +41,13 @@ class Renderer:
         equal share allows and the frame survives.
 
         Raises:
-          ValueError: titles and frame alone do not fit.
+          Refusal: titles and frame alone do not fit.
         """
         texts = [self._tokens.encode(d.text) for d in documents]
         share = max(map(len, texts))
         while (count := self._tokens.count(block := self._block(documents, texts, share))) > self._limit:
             if share == 0:
-                raise ValueError(
+                raise Refusal(
                     f"Titles and frame of {len(documents)} documents take {count} tokens, "
                     f"team.document_tokens is {self._limit}: raise it, or lower retrieval.k."
                 )

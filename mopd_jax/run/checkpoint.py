@@ -13,6 +13,7 @@ from absl import logging
 from etils import epath
 
 from mopd_jax.config import Config
+from mopd_jax.refusal import Refusal
 
 PyTree = Any
 
@@ -21,11 +22,11 @@ UNTOLD = ("run.dir", "run.allow_changes", "run.profile_steps", "checkpoint.every
 _ABSENT = object()
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(Refusal):
     """No saved step can be used."""
 
 
-class ResumeError(ValueError):
+class ResumeError(Refusal):
     """The run differs from the one that was saved."""
 
 
@@ -90,6 +91,8 @@ class Checkpoints:
         for step in reversed(self.steps()):
             try:
                 restored = self._restore(step, wanted)
+            except CheckpointError:
+                raise  # whole, but of another run
             except (OSError, ValueError, KeyError) as error:
                 if jax.process_count() > 1:  # the others may have read their parts, and wait for this one
                     raise CheckpointError(
@@ -151,7 +154,7 @@ def check_writable(folder: epath.PathLike) -> None:
     """Makes a folder if it is not there, and tries to write in it.
 
     Raises:
-      ValueError: it is a file, or cannot be written.
+      Refusal: it is a file, or cannot be written.
     """
     probe = epath.Path(folder) / "writable.tmp"
     try:
@@ -159,7 +162,7 @@ def check_writable(folder: epath.PathLike) -> None:
         probe.write_text("")
         probe.unlink()
     except OSError as error:
-        raise ValueError(
+        raise Refusal(
             f"Nothing can be written to run.dir = {folder} ({error}): name another folder."
         ) from error
 

@@ -10,6 +10,7 @@ from mopd_jax.config import Config
 from mopd_jax.data.answers import contains, token_f1
 from mopd_jax.data.questions import fingerprint
 from mopd_jax.data.recall import gold_recall
+from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.search import Retriever
 from mopd_jax.rollout.driver import Driver, Task, WorkflowFactory
 from mopd_jax.run import hosts
@@ -57,7 +58,7 @@ def conditions(config: Config, questions: Sequence[Question], retriever: str) ->
     return Conditions(fingerprint(questions), retriever, limits | {"k": config.retrieval.k})
 
 
-class TooManyAborted(RuntimeError):
+class TooManyAborted(Refusal):
     """The searches of too many workflows failed: there is nothing sound to learn from or to report."""
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from mopd_jax.refusal import Refusal
 from mopd_jax.run.checkpoint import config_diff
 
 Item = TypeVar("Item")
@@ -31,7 +32,7 @@ FAREWELL_S = 60
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 
 
-class HostError(RuntimeError):
+class HostError(Refusal):
     """Another process failed, or the processes do not fit together."""
 
 

@@ -57,11 +57,6 @@ class MetricsWriter:
         unfinished.replace(self._path)
 
 
-def read_metrics(folder: epath.PathLike) -> list[dict[str, float | None]]:
-    """Returns the lines of a run's `metrics.jsonl`, each with its `step`."""
-    return [json.loads(line) for line in (epath.Path(folder) / "metrics.jsonl").read_text().splitlines()]
-
-
 def _finite(value: SupportsFloat | None) -> float | int | None:
     if value is None or not math.isfinite(float(value)):
         return None

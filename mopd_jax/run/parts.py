@@ -3,7 +3,8 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh
 
+from mopd_jax.checks import samples, sources_read
 from mopd_jax.config import (
     MINIATURE,
     RANDOM,
@@ -32,6 +34,7 @@ from mopd_jax.learn.score import Frozen
 from mopd_jax.model import hf, hf_save, sharding
 from mopd_jax.model.qwen3 import Qwen3, Qwen3Config
 from mopd_jax.model.tokens import Tokens, check_compatible, files_fingerprint
+from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.bm25 import BM25Search
 from mopd_jax.retrieval.http import HTTPSearch
 from mopd_jax.retrieval.miniature import MiniatureSearch
@@ -41,7 +44,7 @@ from mopd_jax.rollout.engine import Engine
 from mopd_jax.rollout.render import Renderer
 from mopd_jax.run import hosts, weights
 from mopd_jax.run.checkpoint import read_json
-from mopd_jax.team.episode import Question
+from mopd_jax.team.episode import Message, Question
 from mopd_jax.team.roles import Prompts
 from mopd_jax.team.workflows import WORKFLOWS
 
@@ -81,30 +84,43 @@ def load_demonstrations(config: Config) -> FileDemonstrations | Demonstrations:
 
 def trained_on(config: Config) -> dict[str, str]:
     """Returns fingerprints of everything that a training phase reads, by name."""
-    supervised = config.train.kind is Kind.SUPERVISED
-    files = config.data.demonstrations if supervised else config.data.train
-    if config.eval.every:
-        files = (*files, *config.data.validation)
-    return _fingerprints(config, files, vars(config.model), searches=not supervised or config.eval.every > 0)
+    return _fingerprints(config, config.train.kind)
 
 
 def evaluated_on(config: Config) -> dict[str, str]:
     """Returns fingerprints of everything that an evaluation reads, by name."""
-    return _fingerprints(config, config.data.test, {"init": config.model.init}, searches=True)
+    return _fingerprints(config, Kind.EVALUATE)
 
 
-def _fingerprints(
-    config: Config, files: Sequence[str], model: Mapping[str, Any], searches: bool
-) -> dict[str, str]:
-    corpus = [config.retrieval.corpus] if searches and config.retrieval.backend is Backend.BM25 else []
-    paths = [path for path in (*files, *corpus) if not path.startswith(MINIATURE)]
-    specs = {name: model.get(name, "") for name in ("init", "teacher", "reference")}
-    folders = {name: _folder(spec, config) for name, spec in specs.items() if spec not in ("", RANDOM)}
+def _fingerprints(config: Config, kind: Kind) -> dict[str, str]:
+    folders = {field: find_folder(spec) for field, spec in models_read(config, kind)}
     return (
-        {path: hashlib.sha256(epath.Path(path).read_bytes()).hexdigest()[:16] for path in paths}
-        | {f"weights of model.{name}": hf.fingerprint(folder) for name, folder in folders.items()}
-        | {f"tokenizer of model.{name}": files_fingerprint(folder) for name, folder in folders.items()}
+        {path: file_fingerprint(path) for _, path in files_read(config, kind)}
+        | {f"weights of {field}": hf.fingerprint(folder) for field, folder in folders.items()}
+        | {f"tokenizer of {field}": files_fingerprint(folder) for field, folder in folders.items()}
     )
+
+
+def file_fingerprint(path: epath.PathLike) -> str:
+    """Returns a hash (hex) of a file's contents."""
+    return hashlib.sha256(epath.Path(path).read_bytes()).hexdigest()[:16]
+
+
+def files_read(config: Config, kind: Kind) -> Iterator[tuple[str, str]]:
+    """Yields (field, file) for every file of questions, conversations or passages that a phase reads."""
+    for field in sources_read(config, kind):
+        paths = operator.attrgetter(field)(config)
+        yield from ((field, path) for path in paths if path.partition(":")[0] != MINIATURE)
+    if samples(config, kind) and config.retrieval.backend is Backend.BM25:
+        yield "retrieval.corpus", config.retrieval.corpus
+
+
+def models_read(config: Config, kind: Kind) -> Iterator[tuple[str, str]]:
+    """Yields (field, spelling) for every model that a phase does not draw at random."""
+    for name in ("init",) if kind is Kind.EVALUATE else ("init", "teacher", "reference"):
+        spec = getattr(config.model, name)
+        if spec not in ("", RANDOM):
+            yield f"model.{name}", spec
 
 
 def make_retriever(config: Config) -> Retriever:
@@ -137,16 +153,25 @@ def _folder(spec: str, config: Config) -> epath.Path:
             miniature.save_tokenizer(folder)
         hosts.wait()
         return folder
+    return find_folder(spec)
+
+
+def find_folder(spec: str) -> epath.Path:
+    """Returns the Hugging Face folder of a model that lies on a disk or in a bucket.
+
+    Raises:
+      Refusal: it is neither such a folder nor a finished run.
+    """
     folder = epath.Path(spec)
     if (folder / "config.json").exists():
         return folder
     if not (folder / "export" / "config.json").exists():
-        raise FileNotFoundError(
+        raise Refusal(
             f"{spec!r} is neither a Hugging Face folder (no config.json) nor a run with weights "
             "(no export/config.json)."
         )
     if not (folder / "finished.json").exists():
-        raise FileNotFoundError(
+        raise Refusal(
             f"The run {spec!r} is not finished. Wait for it, or name {spec}/export, its best weights so far."
         )
     return folder / "export"
@@ -160,7 +185,7 @@ def open_model(spec: str, config: Config) -> Opened:
       config: gives precision, rematerialisation and attention and, for "random", sizes.
 
     Raises:
-      FileNotFoundError, ValueError: what is missing or does not fit, named.
+      Refusal: what is missing or does not fit, named.
     """
     folder = _folder(spec, config)
     tokens = Tokens.from_folder(folder)
@@ -199,7 +224,7 @@ def load_frozen(config: Config, student: Opened, mesh: Mesh) -> dict[str, Frozen
     """Returns teacher and reference by their spelling in the config; one that is both is loaded once.
 
     Raises:
-      ValueError: its tokenizer, template, stop tokens, vocabulary or team differ from the student's.
+      Refusal: its tokenizer, template, stop tokens, vocabulary or team differ from the student's.
     """
     frozen = {}
     for spec in frozen_specs(config):
@@ -238,12 +263,12 @@ def check_language(folder: epath.Path, team: TeamConfig) -> None:
     A folder that no run of ours wrote says nothing about it, and passes.
 
     Raises:
-      ValueError: names the wording, both texts.
+      Refusal: names the wording, both texts.
     """
     for name, theirs in (read_json(folder / LANGUAGE_FILE) or {}).items():
         ours = language(team).get(name)
         if ours != theirs:
-            raise ValueError(
+            raise Refusal(
                 f"{folder} was trained with another wording of {name!r}: {theirs!r}, here it is {ours!r}. "
                 "A teacher must know the Searcher's prompt and tool format: set team.wording as it was there."
             )
@@ -273,25 +298,25 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
       config: sizes of lanes and rows, retriever, seed.
       policy: its network, computed in `model.rollout` precision, and its tokens.
       candidates: answers per request in training (1 for evaluation alone).
+
+    Raises:
+      Refusal: rows are longer than the model's positions, or too short for a role's first turn.
     """
-    team, rollout, tensor = config.team, config.rollout, config.mesh.rollout_tensor
+    team, rollout = config.team, config.rollout
     tokens, model = policy.tokens, policy.model
     if team.row_tokens > model.config.max_position_embeddings:
-        raise ValueError(
+        raise Refusal(
             f"team.row_tokens = {team.row_tokens}, the model takes "
             f"{model.config.max_position_embeddings} (max_position_embeddings): lower team.row_tokens."
         )
-    if jax.local_device_count() % tensor:
-        raise ValueError(
-            f"mesh.rollout_tensor = {tensor}, this process has {jax.local_device_count()} devices: take a "
-            "number that divides them."
-        )
-    mesh = sharding.local_mesh(tensor)
+    renderer = make_renderer(config, tokens)
+    _check_openings(config, renderer)
+    mesh = sharding.local_mesh(config.mesh.rollout_tensor)
     engine = make_engine(config, model, tokens.eos_ids, candidates, mesh)
     driver = Driver(
         engine,
         make_retriever(config),
-        make_renderer(config, tokens),
+        renderer,
         tokens,
         k=config.retrieval.k,
         row_tokens=team.row_tokens,
@@ -300,6 +325,26 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
         seed=config.run.seed,
     )
     return Team(engine, driver, mesh)
+
+
+def _check_openings(config: Config, renderer: Renderer) -> None:
+    """Refuses rows in which a role could never speak: its first prompt leaves no room, even without data."""
+    prompts, team = make_prompts(config.team), config.team
+    openings = {
+        "leader": (prompts.leader, prompts.to_leader("")),
+        "searcher": (prompts.searcher, prompts.to_searcher("")),
+        "answerer": (prompts.answerer, prompts.to_answerer("", ())),
+    }
+    if team.workflow is Workflow.CASCADE:
+        del openings["leader"]
+    for role, (system, user) in openings.items():
+        prompt = len(renderer.open([Message("system", system), Message("user", user)]))
+        turn = getattr(team, f"{role}_tokens")
+        if prompt + turn > team.row_tokens:
+            raise Refusal(
+                f"team.row_tokens = {team.row_tokens}: the {role}'s first prompt alone takes {prompt} and "
+                f"team.{role}_tokens = {turn} more, so it could never speak. Raise team.row_tokens."
+            )
 
 
 def make_engine(

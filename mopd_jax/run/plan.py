@@ -109,7 +109,7 @@ def make_plan(
       rollout_mesh: of one process's engine, `mesh.rollout_tensor` devices along its tensor axis.
 
     Raises:
-      ValueError: the mesh does not divide an axis of the weights, which is named.
+      Refusal: the mesh does not divide an axis of the weights, which is named.
     """
     learn, kind = config.learn, config.train.kind
     student = parts.make_model(sizes[config.model.init].model, config.model)

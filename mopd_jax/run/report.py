@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from etils import epath
 
+from mopd_jax.refusal import Refusal
+
 MACRO = "macro"
 """Name of the unweighted mean over datasets."""
 
@@ -125,7 +127,7 @@ def summarise(result: Result) -> dict[str, dict[str, float]]:
     "truncated ROLE", the share of that role's conversations that ended so. A mean over nothing is NaN.
 
     Raises:
-      ValueError: questions differ in their attempts, or an attempt comes twice.
+      Refusal: questions differ in their attempts, or an attempt comes twice.
     """
     questions = _by_question(result)
     summary = {
@@ -147,7 +149,7 @@ def paired_difference(
     holds its percentiles 2.5 to 97.5 (evaluation protocol). The same seed gives the same interval.
 
     Raises:
-      ValueError: the two are not comparable, see `check_comparable`.
+      Refusal: the two are not comparable, see `check_comparable`.
     """
     check_comparable([ours, theirs])
     pairs = zip(_by_question(ours).values(), _by_question(theirs).values(), strict=True)
@@ -162,33 +164,33 @@ def check_comparable(results: Sequence[Result]) -> None:
     """Checks that results may stand in one table.
 
     Raises:
-      ValueError: two differ in their questions, retriever, limits or attempts, or share their name.
+      Refusal: two differ in their questions, retriever, limits or attempts, or share their name.
     """
     first = results[0]
     for other in results[1:]:
         for name, ours in dataclasses.asdict(first.conditions).items():
             theirs = getattr(other.conditions, name)
             if ours != theirs:
-                raise ValueError(
+                raise Refusal(
                     f"{first.system} and {other.system} differ in their {name}: {ours} and {theirs}. "
                     "Only results with the same questions, retriever and limits can be compared: "
                     "evaluate one of them again."
                 )
         if one_sided := _keys(first) ^ _keys(other):
-            raise ValueError(
+            raise Refusal(
                 f"{first.system} and {other.system} do not hold the same attempts: {len(one_sided)} are in "
                 f"one of them only, {min(one_sided)} first. Evaluate one of them again."
             )
     names = [result.system for result in results]
     if len(set(names)) < len(names):
-        raise ValueError(f"Found the systems {names}, expected a name of its own for each.")
+        raise Refusal(f"Found the systems {names}, expected a name of its own for each.")
 
 
 def format_report(results: Sequence[Result], draws: int = 10_000, seed: int = 0) -> str:
     """Returns Markdown tables: systems by macro metrics, by dataset, and every difference with its interval.
 
     Raises:
-      ValueError: the results are not comparable, see `check_comparable`.
+      Refusal: the results are not comparable, see `check_comparable`.
     """
     check_comparable(results)
     summaries = {result.system: summarise(result) for result in results}
@@ -212,7 +214,7 @@ def _by_question(result: Result) -> dict[str, list[list[Record]]]:
         for key, attempts in questions.items():
             found = [record.attempt for record in attempts]
             if found != expected:
-                raise ValueError(
+                raise Refusal(
                     f"{result.system}: question {(dataset, *key)} has the attempts {found}, expected "
                     f"{expected}. Evaluate it again: each question counts with all its attempts."
                 )
@@ -221,7 +223,7 @@ def _by_question(result: Result) -> dict[str, list[list[Record]]]:
 
 def _attempts(result: Result) -> int:
     if not result.records:
-        raise ValueError(f"{result.system}: found no record.")
+        raise Refusal(f"{result.system}: found no record.")
     return 1 + max(record.attempt for record in result.records)
 
 

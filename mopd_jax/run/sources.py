@@ -23,6 +23,7 @@ from mopd_jax.learn.score import Scorer
 from mopd_jax.learn.streams import TokenRows, imitation_streams, pack_rows, policy_streams, twin_keys
 from mopd_jax.model import sharding
 from mopd_jax.model.tokens import Tokens
+from mopd_jax.refusal import Refusal
 from mopd_jax.rollout.driver import Task
 from mopd_jax.rollout.render import Renderer
 from mopd_jax.run import hosts, parts
@@ -96,7 +97,7 @@ class Imitation:
         for number, conversation in enumerate(demonstrations.conversations, 1):
             length = len(render(conversation, self._renderer, self._tokens).ids)
             if length > limit:
-                raise ValueError(
+                raise Refusal(
                     f"Conversation {number} of data.demonstrations ({conversation.role.value}) has {length} "
                     f"tokens, the longest of learn.row_buckets holds {limit}: shorten or drop it."
                 )

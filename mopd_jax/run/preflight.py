@@ -1,0 +1,71 @@
+"""What phases need besides their config, looked for before the first of them costs anything."""
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import jax
+from etils import epath
+
+from mopd_jax.checks import Finding, lines, refuse, samples
+from mopd_jax.config import Backend, Config, Kind
+from mopd_jax.refusal import Refusal
+from mopd_jax.retrieval.search import SearchError
+from mopd_jax.run import hosts, parts
+
+
+def check(named: Mapping[str, Config], kind: Kind | None = None) -> None:
+    """Refuses phases that miss a file, a model, devices or a search server; all processes call it.
+
+    Args:
+      named: the phases that are to run, in order; the folder of one may be a model of a later one.
+      kind: what they are used for, if that is not what they say themselves.
+
+    Raises:
+      ConfigError: lists every problem that any process found.
+    """
+    found = hosts.gather(list(_problems(named, kind)))
+    refuse(list(dict.fromkeys(problem for problems in found for problem in problems)))
+
+
+def _problems(named: Mapping[str, Config], kind: Kind | None) -> Iterator[str]:
+    made, asked = set(), set()
+    for name, phase in named.items():
+        does = kind or phase.train.kind
+        findings = [*missing_inputs(phase, does, made), *_devices(phase, does)]
+        retrieval = phase.retrieval
+        if samples(phase, does) and retrieval.backend is Backend.HTTP and retrieval.url not in asked:
+            findings += _server(phase)
+            asked.add(retrieval.url)
+        yield from lines(phase, f"config.{name}" if name else "config", findings)
+        made.add(phase.run.dir)
+
+
+def missing_inputs(config: Config, kind: Kind, made: Collection[str]) -> Iterator[Finding]:
+    """Yields what a phase reads and does not find; `made` will have been made by then."""
+    for field, path in parts.files_read(config, kind):
+        if path not in made and not epath.Path(path).is_file():
+            yield field, f"found no file {path}"
+    for field, spec in parts.models_read(config, kind):
+        if spec.removesuffix("/export") not in made:
+            yield from _complaint(field, functools.partial(parts.find_folder, spec))
+
+
+def _devices(config: Config, kind: Kind) -> Iterator[Finding]:
+    size, all_devices, own = math.prod(config.mesh.shape), jax.device_count(), jax.local_device_count()
+    if kind is not Kind.EVALUATE and size != all_devices:
+        yield "mesh.shape", f"takes {size} devices, found {all_devices}: its product must be their number"
+    if samples(config, kind) and own % config.mesh.rollout_tensor:
+        yield "mesh.rollout_tensor", f"must divide the devices of a process, here {own}"
+
+
+def _server(config: Config) -> Iterator[Finding]:
+    """Asks one query: an evaluation would otherwise notice after its last workflow that nobody answers."""
+    return _complaint("retrieval.url", lambda: parts.make_retriever(config).search(["question"], 1))
+
+
+def _complaint(field: str, look: Callable[[], object]) -> Iterator[Finding]:
+    try:
+        look()
+    except (Refusal, SearchError) as problem:
+        yield field, str(problem).rstrip(".")

@@ -1,0 +1,81 @@
+"""What a program looks for before its first phase: files, models, devices, search servers of all phases."""
+
+import socket
+
+import jax
+import pytest
+
+from mopd_jax.checks import ConfigError
+from mopd_jax.config import Backend, Config, Kind, phases
+from mopd_jax.run import preflight
+from tests import tiny
+
+DEVICES = len(jax.devices())
+
+
+@pytest.fixture
+def named(tmp_path) -> dict[str, Config]:
+    """A chain of three phases on as many devices as there are."""
+    chain = tiny.get_config()
+    chain.run.dir = str(tmp_path / "run")
+    for phase in (chain.start, chain.teacher, chain.team):
+        phase.mesh.shape = (1, DEVICES, 1)
+    return phases(chain)
+
+
+def problems(named: dict[str, Config], kind: Kind | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as refusal:
+        preflight.check(named, kind)
+    title, *found = str(refusal.value).splitlines()
+    assert title == "The config is refused:"
+    return found
+
+
+def test_earlier_phases_need_not_have_run(named):
+    named["team"].model.teacher += "/export"
+    preflight.check(named)
+
+
+def test_what_later_phases_miss_is_found_at_once(named, tmp_path):
+    named["start"].data.demonstrations = (str(tmp_path / "talks.jsonl"),)
+    named["team"].data.train = (__file__, str(tmp_path / "nq.jsonl"))
+    named["team"].retrieval.backend, named["team"].retrieval.corpus = Backend.BM25, str(tmp_path)
+    named["team"].model.reference = str(tmp_path / "absent")
+    named["team"].mesh.shape = (1, DEVICES, 2)
+    named["team"].mesh.rollout_tensor = DEVICES + 1
+    talks, questions, corpus, reference, mesh, tensor = problems(named)
+    missing = str(tmp_path / "talks.jsonl")
+    assert talks == f"- config.start.data.demonstrations = ('{missing}',): found no file {missing}."
+    assert questions.startswith("- config.team.data.train = (")
+    assert questions.endswith(f"found no file {tmp_path}/nq.jsonl.")
+    assert corpus == f"- config.team.retrieval.corpus = '{tmp_path}': found no file {tmp_path}."
+    assert reference.startswith(f"- config.team.model.reference = '{tmp_path}/absent': ")
+    assert "neither a Hugging Face folder (no config.json) nor a run" in reference
+    assert f"team.mesh.shape = (1, {DEVICES}, 2): takes {2 * DEVICES} devices, found {DEVICES}" in mesh
+    assert tensor.endswith(f"= {DEVICES + 1}: must divide the devices of a process, here {DEVICES}.")
+
+
+def test_an_evaluation_needs_its_own_inputs_only(named, tmp_path):
+    phase = named["team"]
+    phase.data.train, phase.model.teacher, phase.mesh.shape = ("nq.jsonl",), "absent", (1, 1, 999)
+    phase.model.init = "random"
+    preflight.check({"": phase}, Kind.EVALUATE)
+    phase.data.test, phase.model.init = (str(tmp_path / "test.jsonl"),), str(tmp_path)
+    test, init = problems({"": phase}, Kind.EVALUATE)
+    assert test.startswith("- config.data.test = (") and init.startswith("- config.model.init = ")
+
+
+def test_a_search_server_that_is_not_there_is_noticed_and_asked_once(named):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/retrieve"
+    retrieval = named["team"].retrieval
+    retrieval.backend, retrieval.url, retrieval.retries = Backend.HTTP, url, 0
+    (server,) = problems(named | {"again": named["team"]})
+    assert server.startswith(f"- config.team.retrieval.url = '{url}': {url} failed 1 times, at last with")
+
+
+def test_a_port_that_there_is_not_is_refused(named):
+    named["team"].retrieval.backend, named["team"].retrieval.url = Backend.HTTP, "http://host:99999/retrieve"
+    (server,) = problems(named)
+    assert "expected an address like http://10.0.0.2:8000/retrieve" in server
