@@ -152,7 +152,7 @@ def _parse_flags(argv: Sequence[str], kind: Kind | None, flag_values: absl.flags
     file = _config_file(expanded)
     if file:
         _check_overrides(_read_config(file), expanded)
-    rest = flag_values(argv)  # --help prints and exits here
+    rest = flag_values(_last_of_each(argv))  # --help prints and exits here
     if not file:
         raise ConfigError("No experiment is named: pass --config=FILE.py, e.g. --config=configs/mini.py.")
     if len(rest) > 1:
@@ -226,6 +226,17 @@ def _overrides(argv: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
         if match := _OVERRIDE.fullmatch(argument):
             joined = match["value"] is not None
             yield match["path"], match["value"] if joined else following, joined
+
+
+def _last_of_each(argv: Sequence[str]) -> list[str]:
+    """Leaves out what a later override of the same field replaces: two tuples would be joined into one."""
+    matches = [_OVERRIDE.fullmatch(argument) for argument in argv]
+    last = {match["path"]: number for number, match in enumerate(matches) if match}
+    return [
+        argument
+        for number, (argument, match) in enumerate(zip(argv, matches, strict=True))
+        if not (match and match["value"] is not None) or last[match["path"]] == number
+    ]
 
 
 def _override_problem(config: Config | Chain, path: str, text: str, joined: bool) -> list[str]:

@@ -114,6 +114,13 @@ def test_overrides_of_every_type_arrive(experiment):
     assert config.retrieval.k == 3
 
 
+def test_the_last_of_two_overrides_of_a_field_counts(experiment):
+    twice = ["--config.learn.row_buckets=(4096,8192)", "--config.optim.lr=1e-4"]
+    config = flags.load([experiment, *twice, "--config.learn.row_buckets=(8192,)", "--config.optim.lr=1e-5"])
+    assert config.learn.row_buckets == (8192,)
+    assert config.optim.lr == 1e-5
+
+
 def test_a_config_file_may_take_an_argument(experiment):
     assert flags.load([experiment + ":11"]).train.steps == 11
 
