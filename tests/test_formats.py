@@ -1,4 +1,4 @@
-"""Published question files of every format: read right, or refused with file, line and reason."""
+"""Published question files of every format: read right, or refused with file, line and reason (kind 27)."""
 
 import json
 import re

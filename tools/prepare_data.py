@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from absl import logging
 from etils import epath
 
 from mopd_jax.data.answers import normalise
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` defaults to the process' own arguments."""
     args = _parse(argv)
     out = epath.Path(args.out)
+    logging.set_verbosity(logging.ERROR)  # tensorflow-datasets warns of every name that is not its own
     if out.exists() and any(out.iterdir()):
         raise SystemExit(f"--out {out} is not empty: name another folder, or remove it.")
     sets = read_all(args.set)

@@ -4,6 +4,8 @@ TensorFlow itself is not needed. One set is one folder, FOLDER/1.0.0, with a spl
 and test that it has.
 """
 
+import contextlib
+import io
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -53,8 +55,8 @@ def write_set(name: str, splits: Mapping[str, Sequence[Question]], data_dir: epa
     """Writes the splits of one set and returns its folder, DATA_DIR/questions/NAME."""
     tfds.disable_progress_bar()
     builder = Questions(name, splits, data_dir)
-    with tempfile.TemporaryDirectory() as nothing_to_download:
-        builder.download_and_prepare(download_dir=nothing_to_download)
+    with tempfile.TemporaryDirectory() as unused, contextlib.redirect_stdout(io.StringIO()):
+        builder.download_and_prepare(download_dir=unused)  # says that it downloads, which it does not
     return epath.Path(builder.data_dir).parent
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from etils import epath
 
+from mopd_jax.data.prepared import PreparedSet
 from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.jsonl import id_field, read_jsonl, text_field
 from mopd_jax.team.episode import Question
@@ -39,8 +40,6 @@ def load_questions(source: str) -> Sequence[Question]:
         comes twice in its dataset and split, with file, line and reason; or there is no such set.
     """
     if prepared_at := _PREPARED.fullmatch(source):
-        from mopd_jax.data.prepared import PreparedSet  # tensorflow-datasets takes seconds to import
-
         return PreparedSet(*prepared_at.groups())
     questions, first_seen = [], {}
     for place, record in read_jsonl(source):
