@@ -6,6 +6,7 @@ import re
 import pytest
 
 from mopd_jax.data.formats import read_set
+from mopd_jax.refusal import Refusal
 from mopd_jax.team.episode import Question
 
 CITIBANK = "Who was president of the United States in the year that Citibank was founded?"
@@ -149,7 +150,7 @@ def test_a_sheet_with_damaged_characters_loses_those_two_questions(shared_data):
 
 
 def test_a_table_of_passages_is_refused_as_a_whole(shared_data):
-    with pytest.raises(ValueError, match=rf"{NOT_AT_ALL}, line 1: found the columns .*passages"):
+    with pytest.raises(Refusal, match=rf"{NOT_AT_ALL}, line 1: found the columns .*passages"):
         read(shared_data, NOT_AT_ALL)
 
 
@@ -173,6 +174,7 @@ def test_doubled_quotes_stay_as_published(shared_data):
     "record, answers",
     [
         ({"question": "q", "answer": "a|b", "type": "bridge"}, ("a|b",)),
+        ({"question": "q", "answer": "half a pair: \ud800"}, ("half a pair: ?",)),
         ({"question": "q", "answer": "a", "answer_aliases": ["b", "c"]}, ("a", "b", "c")),
         (
             {"Question": "q", "QuestionId": "1", "Answer": {"Value": "a", "HumanAnswers": ["b"]}},
@@ -196,7 +198,6 @@ def test_which_answers_count(tmp_path, record, answers):
         ('{"question": "q", "answer": [3]}', 'line 2: field "golden_answers" is \\[3\\]'),
         ('{"question": null, "answer": "a"}', 'line 2: field "question" is None'),
         ('{"query": "q", "answer": "a"}', r"line 2: found the fields \['answer', 'query'\], expected golden"),
-        ('{"question": "q \\ud800", "answer": "a"}', "line 2: the text is damaged"),
         ('{"question": "again", "answer": "a", "id": "test_0"}', r"'test_0'\) was already used in .*line 1"),
         ('{"extra_info": 1, "reward_model": {"ground_truth": "a"}}', 'line 2: field "question" is None'),
         ('{"QuestionId": "1", "Question": "q"}', "line 2: found no gold answer"),
@@ -225,8 +226,14 @@ def test_a_list_that_is_cut_off_is_refused_as_a_whole(tmp_path):
     path = tmp_path / "q.json"
     for text, place in (('[{"question": "q", "ans', "record 1"), ('[{"question": "q"}', "record 2")):
         path.write_text(text)
-        with pytest.raises(ValueError, match=rf"q.json, line 1, {place}: not JSON .*cut off"):
+        with pytest.raises(Refusal, match=rf"q.json, line 1, {place}: not JSON .*cut off"):
             read_set([str(path)], "any", "dev")
+
+
+def test_a_parquet_file_that_is_none_is_refused(tmp_path):
+    (tmp_path / "q.parquet").write_text("{}")
+    with pytest.raises(Refusal, match=r"q.parquet: no parquet file \(.*Parquet"):
+        read_set([str(tmp_path / "q.parquet")], "any", "dev")
 
 
 def test_files_of_one_set_are_joined_and_an_id_counts_once(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from mopd_jax.data.manifest import pick, write_manifest
 from mopd_jax.data.questions import fingerprint
+from mopd_jax.refusal import Refusal
 from mopd_jax.team.episode import Question
 
 QUESTIONS = [
@@ -46,7 +47,7 @@ def test_its_questions_are_found_wherever_they_stand(tmp_path):
 def test_a_missing_or_changed_question_is_refused(tmp_path, change, reason):
     write_manifest(FIXED, tmp_path / "m")
     changed = [dataclasses.replace(QUESTIONS[0], **change), *QUESTIONS[1:]]
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(Refusal, match=reason):
         pick(changed, tmp_path / "m")
 
 
@@ -64,5 +65,5 @@ def test_what_is_no_manifest_is_refused(tmp_path, edit, reason):
     path = tmp_path / "m"
     write_manifest(FIXED, path)
     path.write_text("\n".join(edit(path.read_text().splitlines())))
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(Refusal, match=reason):
         pick(QUESTIONS, path)

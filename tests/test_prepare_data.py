@@ -6,6 +6,7 @@ import pytest
 
 from mopd_jax.data.manifest import pick
 from mopd_jax.data.questions import load_questions, load_sets
+from mopd_jax.refusal import Refusal
 from tools import prepare_data
 
 
@@ -64,15 +65,15 @@ def test_without_an_evaluation_set_there_is_no_manifest(tmp_path, files):
 def test_nothing_is_written_over_and_nothing_made_of_nothing(tmp_path, files):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    with pytest.raises(SystemExit, match="full is not empty"):
+    with pytest.raises(Refusal, match="full is no empty folder"):
         prepare_data.main([*files, "--out", str(tmp_path / "full")])
     empty = write(tmp_path / "e.jsonl", {"question": "q"})
     for path, words in (
         (empty, "musique:dev has no question, 1 were refused:\n- .*e.jsonl, line 1: found no gold answer"),
-        (tmp_path / "none.jsonl", "none.jsonl"),
+        (tmp_path / "none.jsonl", "Found no file .*none.jsonl"),
         (write(tmp_path / "nothing.jsonl"), "musique:dev has no question, 0 were refused"),
     ):
-        with pytest.raises(SystemExit, match=words):
+        with pytest.raises(Refusal, match=words):
             prepare_data.main(["--set", f"musique:dev={path}", "--out", str(tmp_path / "data")])
     assert not (tmp_path / "data").exists()
 

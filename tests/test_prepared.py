@@ -13,6 +13,7 @@ from mopd_jax.data.questions import (
     load_sets,
     open_sets,
 )
+from mopd_jax.refusal import Refusal
 from mopd_jax.team.episode import Question
 
 
@@ -59,9 +60,9 @@ def test_a_split_has_files_of_its_own_with_the_same_bytes_wherever_it_is_written
 
 
 def test_what_is_no_prepared_set_is_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"nothing:dev: found no 1.0.0/dataset_info.json .*prepare_data"):
+    with pytest.raises(Refusal, match=r"nothing:dev: found no 1.0.0/dataset_info.json .*prepare_data"):
         load_questions(f"{tmp_path}/nothing:dev")
-    with pytest.raises(ValueError, match=r"nq:dev: the set has the splits \['test', 'train'\]"):
+    with pytest.raises(Refusal, match=r"nq:dev: the set has the splits \['test', 'train'\]"):
         PreparedSet(str(folder), "dev")
 
 
@@ -74,6 +75,6 @@ def test_a_set_and_a_file_of_the_same_dataset_and_split_do_not_mix(folder, tmp_p
             ValueError, match=r"more.jsonl: \('nq', 'train', 'train_99'\) is also in .*nq:train"
         ):
             open_sets(sources)
-    with pytest.raises(ValueError, match=r"nq:train: \('nq', 'train'\) is also in"):
+    with pytest.raises(Refusal, match=r"nq:train: \('nq', 'train'\) is also in"):
         open_sets([f"{folder}:train"] * 2)
     assert [len(found) for found in open_sets([f"{folder}:test", str(file)])] == [2, 1]

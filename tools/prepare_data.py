@@ -24,6 +24,7 @@ from mopd_jax.data.formats import Reading, read_set
 from mopd_jax.data.manifest import write_manifest
 from mopd_jax.data.prepared import write_set
 from mopd_jax.data.questions import fingerprint, select
+from mopd_jax.refusal import Refusal, in_words
 from mopd_jax.team.episode import Question
 
 PUBLISHED = {
@@ -50,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
     out = epath.Path(args.out)
     logging.set_verbosity(logging.ERROR)  # tensorflow-datasets warns of every name that is not its own
-    if out.exists() and any(out.iterdir()):
-        raise SystemExit(f"--out {out} is not empty: name another folder, or remove it.")
+    if out.is_file() or (out.exists() and any(out.iterdir())):
+        raise Refusal(f"--out {out} is no empty folder: name another one, or remove it.")
     sets = read_all(args.set)
     report = make_report(sets, args.set)
     out.mkdir(parents=True, exist_ok=True)
@@ -71,17 +72,14 @@ def read_all(files: Mapping[tuple[str, str], Sequence[str]]) -> dict[tuple[str, 
     """Returns what each set's files came to.
 
     Raises:
-      SystemExit: a file is not there or not what its name says, or a set has no question; says which.
+      Refusal: a file is not there or not what its name says, or a set has no question; says which.
     """
-    try:
-        sets = {name: read_set(paths, *name) for name, paths in files.items()}
-    except (OSError, ValueError) as error:
-        raise SystemExit(str(error)) from error
+    sets = {name: read_set(paths, *name) for name, paths in files.items()}
     for name, reading in sets.items():
         if not reading.questions:
             reasons = "".join(f"\n- {reason}" for reason in reading.refused[:SHOWN])
             refused = f"{len(reading.refused)} were refused:{reasons}"
-            raise SystemExit(f"{':'.join(name)} has no question, {refused}")
+            raise Refusal(f"{':'.join(name)} has no question, {refused}")
     return sets
 
 
@@ -195,4 +193,5 @@ def _set(text: str) -> tuple[tuple[str, str], str]:
 
 
 if __name__ == "__main__":
-    main()
+    with in_words():
+        main()

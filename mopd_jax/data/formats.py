@@ -15,20 +15,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow
 import pyarrow.parquet
 from etils import epath
 
 from mopd_jax.data.questions import check_unused, from_flashrag
+from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.jsonl import parse_line
 from mopd_jax.team.episode import Question
 
-Record = bytes | Any
-"""What a file holds: a JSON line not parsed yet, or a parsed value."""
+Record = bytes | dict
+"""What a file holds: JSON not parsed yet, or the row of a table."""
 
 _DOCUMENT = re.compile(r'\s*(?:\{\s*"Data"\s*:\s*)?\[')
 """How a JSON list begins, or TriviaQA's list inside an object."""
 _BETWEEN = re.compile(r"[\s,]*")
-_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
+"""What "surrogateescape" makes of bytes that are not UTF-8."""
 _IDS = ("id", "_id", "idx", "item_id")
 
 
@@ -47,7 +50,7 @@ def read_set(paths: Sequence[str], dataset: str, split: str) -> Reading:
     A record without an id is called SPLIT_NUMBER, its position in its file counted from 0, as FlashRAG does.
 
     Raises:
-      ValueError: a whole file is not what its name says (not JSON, a table without questions).
+      Refusal: a whole file is not what its name says (not JSON, a table without questions).
     """
     reading, first_seen = Reading(), {}
     for path in paths:
@@ -57,7 +60,7 @@ def read_set(paths: Sequence[str], dataset: str, split: str) -> Reading:
                 question = dataclasses.replace(question, dataset=dataset, split=split)
                 check_unused(question, place, first_seen)
                 reading.questions.append(question)
-            except ValueError as error:
+            except Refusal as error:
                 reading.refused.append(str(error))
     return reading
 
@@ -72,12 +75,13 @@ def read_records(path: str) -> Iterator[tuple[str, Record]]:
     object, or one object per line.
 
     Raises:
-      ValueError: the file is cut off, or a table has no columns Question and Answer.
+      Refusal: there is no such file, it is cut off, or a table has no columns Question and Answer.
     """
+    if not epath.Path(path).is_file():
+        raise Refusal(f"Found no file {path}, expected one of questions.")
     suffix = pathlib.PurePath(path).suffix
     if suffix == ".parquet":
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-        yield from ((f"{path}, record {n}", row) for n, row in enumerate(rows, 1))
+        yield from _rows(path)
     elif suffix in (".csv", ".tsv"):
         yield from _table(path)
     else:
@@ -92,7 +96,7 @@ def _lines(data: bytes, path: str) -> Iterator[tuple[str, bytes]]:
             yield f"{path}, line {number}", line
 
 
-def _document(text: str, path: str) -> Iterator[tuple[str, Any]]:
+def _document(text: str, path: str) -> Iterator[tuple[str, bytes]]:
     decoder, line, last = json.JSONDecoder(), 1, 0
     at = _BETWEEN.match(text, _DOCUMENT.match(text).end()).end()
     number = 0
@@ -100,11 +104,19 @@ def _document(text: str, path: str) -> Iterator[tuple[str, Any]]:
         line, last, number = line + text.count("\n", last, at), at, number + 1
         place = f"{path}, line {line}, record {number}"
         try:
-            value, end = decoder.raw_decode(text, at)
+            _, end = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{place}: not JSON ({error.msg}). Is the file cut off?") from error
-        yield place, value
+            raise Refusal(f"{place}: not JSON ({error.msg}). Is the file cut off?") from error
+        yield place, text[at:end].encode("utf-8", "surrogateescape")
         at = _BETWEEN.match(text, end).end()
+
+
+def _rows(path: str) -> Iterator[tuple[str, dict]]:
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise Refusal(f"{path}: no parquet file ({error}).") from error
+    yield from ((f"{path}, record {number}", row) for number, row in enumerate(rows, 1))
 
 
 def _table(path: str) -> Iterator[tuple[str, dict]]:
@@ -112,7 +124,7 @@ def _table(path: str) -> Iterator[tuple[str, dict]]:
     rows = csv.reader(io.StringIO(text, newline=""))
     columns = next(rows, [])
     if not {"Question", "Answer"} <= set(columns):
-        raise ValueError(
+        raise Refusal(
             f"{path}, line 1: found the columns {columns!s:.80}, expected Question and Answer. "
             "A table of passages holds no questions."
         )
@@ -124,22 +136,20 @@ def _table(path: str) -> Iterator[tuple[str, dict]]:
 
 
 def _question(record: Record, id_: str, place: str) -> Question:
-    """Returns a record as a question, `id_` standing in for a missing id; raises ValueError with a reason."""
+    """Returns a record as a question, `id_` standing in for a missing id; raises Refusal with a reason."""
     if isinstance(record, bytes):
         record = parse_line(record, place)
-    if not isinstance(record, dict):
-        raise ValueError(f"{place}: found a JSON {type(record).__name__}, expected an object.")
     convert = next((convert for names, convert in FORMATS.items() if record.keys() >= set(names)), None)
     if convert is None:
         expected = ", or ".join(" and ".join(names) for names in FORMATS)
         passage = " It is a passage, for retrieval.corpus." if "contents" in record else ""
-        raise ValueError(f"{place}: found the fields {sorted(record)}, expected {expected}.{passage}")
+        raise Refusal(f"{place}: found the fields {sorted(record)}, expected {expected}.{passage}")
     flashrag = {"id": id_} | convert(record)
     if flashrag["golden_answers"] in ([], None):
-        raise ValueError(f"{place}: found no gold answer; the record's fields are {sorted(record)}.")
+        raise Refusal(f"{place}: found no gold answer; the record's fields are {sorted(record)}.")
     question = from_flashrag(flashrag, "", place)
-    if any(map(_HALF_CHARACTER.search, (question.id, question.text, *question.answers))):
-        raise ValueError(f"{place}: the text is damaged: it is not UTF-8, or holds half a surrogate pair.")
+    if any(map(_NOT_UTF8.search, (question.text, *question.answers))):
+        raise Refusal(f"{place}: the text is damaged, it is not UTF-8.")
     return question
 
 
