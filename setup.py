@@ -28,6 +28,7 @@ setup(
         "numpy>=2",
         "optax",
         "orbax-checkpoint>=0.11",
+        "pyarrow",
         "PyStemmer",
         "rich",
         "safetensors",

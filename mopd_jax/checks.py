@@ -255,6 +255,22 @@ def _data(c: Config, kind: Kind) -> Iterator[Finding]:
                 yield name, "retrieval.backend = miniature holds no documents for real questions"
 
 
+def _choices(c: Config, kind: Kind) -> Iterator[Finding]:
+    """How often each training set is drawn, and which questions are evaluated."""
+    if c.data.weights and len(c.data.weights) != len(c.data.train):
+        yield (
+            "data.weights",
+            f"must have one number for each of the {len(c.data.train)} entries of data.train",
+        )
+    if c.data.weights and min(c.data.weights) < 1:
+        yield "data.weights", "must be whole numbers above 0: leave an unwanted set out of data.train"
+    if kind is Kind.EVALUATE and c.data.manifest:
+        if c.eval.questions:
+            yield "eval.questions", "must be 0: data.manifest chooses the questions"
+        if _is_miniature(c.data.test):
+            yield "data.manifest", "the embedded world has none: leave it empty"
+
+
 def _sources(name: str, sources: tuple[str, ...]) -> Iterator[Finding]:
     embedded = ("miniature:facts", "miniature:noisy") if name == "data.demonstrations" else ("miniature",)
     if "" in sources:
@@ -347,7 +363,7 @@ def _groups(c: Config) -> Iterator[Finding]:
 
 
 _RULES = (_numbers, _sampling, _architecture, _mesh, _lengths)
-_PHASE_RULES = (_model, _data, _retrieval, _team, _training, _objectives)
+_PHASE_RULES = (_model, _data, _choices, _retrieval, _team, _training, _objectives)
 
 
 # ---------------------------------------------------------------- phases and chains

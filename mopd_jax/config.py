@@ -184,11 +184,18 @@ class MeshConfig:
 @dataclass
 class DataConfig:
     train: tuple[str, ...] = ()
-    """Question files (FlashRAG JSONL) that the team is trained on, or ("miniature",)."""
+    """Questions that the team is trained on: FlashRAG JSONL files, sets that `tools/prepare_data` made,
+    spelled FOLDER:SPLIT ("data/questions/nq:train"), or ("miniature",)."""
+    weights: tuple[int, ...] = ()
+    """Draws from each entry of `train` in every sum(weights) draws, e.g. (1,1): half of the questions from
+    each of two; (): all questions alike, so that a larger set is drawn oftener [D]."""
     validation: tuple[str, ...] = ()
-    """Question files for the evaluation during training, or ("miniature",)."""
+    """Questions for the evaluation during training, spelled as in `train`."""
     test: tuple[str, ...] = ()
-    """Question files for `evaluate`, or ("miniature",)."""
+    """Questions for `evaluate`, spelled as in `train`."""
+    manifest: str = ""
+    """Manifest of `tools/prepare_data`: exactly its questions of `test`, unchanged, are evaluated (the fixed
+    5,000 [D]); "": `eval.questions` chooses."""
     demonstrations: tuple[str, ...] = ()
     """Conversation files (JSONL) of a supervised phase, ("miniature:facts",) or ("miniature:noisy",)."""
     world_seed: int = 0

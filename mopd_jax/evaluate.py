@@ -58,14 +58,12 @@ def evaluate(name: str, config: Config) -> "Result":
     """
     from etils import epath
 
-    from mopd_jax.data.questions import select
     from mopd_jax.run import checkpoint, hosts, parts
     from mopd_jax.run.evaluation import evaluate_team, write_episodes
     from mopd_jax.run.report import read_result, write_result
 
     folder = epath.Path(config.run.dir)
-    questions = parts.load_questions(config.data.test, "test", config)
-    questions = select(questions, config.eval.questions)
+    questions = parts.load_test(config)
     meta = hosts.agreed(lambda: checkpoint.resume_meta(config, parts.evaluated_on(config)))
     finished = hosts.of_first(lambda: checkpoint.read_json(folder / "evaluated.json"))
     if finished and not checkpoint.check_resume(finished, meta, config):

@@ -17,6 +17,7 @@ from mopd_jax.config import (
     Attention,
     Backend,
     Config,
+    DataConfig,
     Kind,
     Precision,
     Remat,
@@ -24,6 +25,7 @@ from mopd_jax.config import (
     Workflow,
 )
 from mopd_jax.data import miniature
+from mopd_jax.data.manifest import write_manifest
 from mopd_jax.model import hf, sharding
 from mopd_jax.model.tokens import files_fingerprint
 from mopd_jax.refusal import Refusal
@@ -258,7 +260,14 @@ def test_rows_in_which_a_role_could_never_speak_are_refused(config, student, wor
 
 # ---------------------------------------------------------------- what a phase was computed from
 
-FILES = ("train.jsonl", "validation.jsonl", "test.jsonl", "demonstrations.jsonl", "corpus.jsonl")
+FILES = (
+    "train.jsonl",
+    "validation.jsonl",
+    "test.jsonl",
+    "demonstrations.jsonl",
+    "corpus.jsonl",
+    "manifest.jsonl",
+)
 MODELS = ("init", "teacher", "reference")
 
 
@@ -274,6 +283,7 @@ def phase(tmp_path) -> Config:
     config = Config()
     for name in ("train", "validation", "test", "demonstrations"):
         setattr(config.data, name, (str(tmp_path / f"{name}.jsonl"),))
+    config.data.manifest = str(tmp_path / "manifest.jsonl")
     for name in MODELS:
         setattr(config.model, name, str(tmp_path / name))
     config.retrieval.backend, config.retrieval.corpus = Backend.BM25, str(tmp_path / "corpus.jsonl")
@@ -304,11 +314,38 @@ def read_by(phase: Config, kind: Kind, every: int, folder: pathlib.Path) -> set[
         (Kind.REINFORCE, 5, {"train", "corpus", "validation", *MODELS}),
         (Kind.SUPERVISED, 0, {"demonstrations", *MODELS}),
         (Kind.SUPERVISED, 5, {"demonstrations", "corpus", "validation", *MODELS}),
-        (Kind.EVALUATE, 0, {"test", "corpus", "init"}),
+        (Kind.EVALUATE, 0, {"test", "manifest", "corpus", "init"}),
     ],
 )
 def test_exactly_what_a_phase_reads_is_fingerprinted(phase, tmp_path, kind, every, inputs):
     assert read_by(phase, kind, every, tmp_path) == inputs
+
+
+def question_file(path: pathlib.Path, *ids: str) -> str:
+    records = [{"id": id_, "question": f"{path.stem} {id_}?", "golden_answers": ["a"]} for id_ in ids]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def test_a_manifest_decides_which_test_questions_are_asked(tmp_path):
+    data = DataConfig(test=tuple(question_file(tmp_path / f"{name}.jsonl", "1", "2") for name in ("a", "b")))
+    config = Config(data=data)
+    config.eval.questions = 2
+    assert [q.dataset for q in parts.load_test(config)] == ["a", "b"]
+    every = parts.load_questions(data.test, "test", config)
+    config.data.manifest = str(tmp_path / "manifest.jsonl")
+    write_manifest(every[2:1:-1] + every[:1], config.data.manifest)
+    assert parts.load_test(config) == [every[2], every[0]]
+
+
+def test_training_draws_from_its_sets_as_the_weights_say(tmp_path):
+    config = Config()
+    config.data.train = (question_file(tmp_path / "a.jsonl", *map(str, range(90))),)
+    config.data.train += (question_file(tmp_path / "b.jsonl", *map(str, range(10))),)
+    for weights, share in (((), 10), ((1, 1), 50), ((3, 1), 25)):
+        config.data.weights = weights
+        drawn = [q.dataset for q, _ in parts.question_source(config).batch(0, 100)]
+        assert drawn.count("b") == share
 
 
 @pytest.mark.parametrize("fingerprints", [parts.trained_on, parts.evaluated_on])

@@ -65,6 +65,19 @@ def test_an_evaluation_needs_its_own_inputs_only(named, tmp_path):
     assert test.startswith("- config.data.test = (") and init.startswith("- config.model.init = ")
 
 
+def test_a_prepared_set_and_a_manifest_must_be_there(named, tmp_path):
+    phase = named["team"]
+    phase.model.init, phase.data.test = "random", (f"{tmp_path}/nq:test",)
+    phase.data.manifest = str(tmp_path / "manifest.jsonl")
+    test, manifest = problems({"": phase}, Kind.EVALUATE)
+    assert test.endswith(f"found no file {tmp_path}/nq:test.")
+    assert manifest.endswith(f"found no file {tmp_path}/manifest.jsonl.")
+    (tmp_path / "manifest.jsonl").touch()
+    (tmp_path / "nq" / "1.0.0").mkdir(parents=True)
+    (tmp_path / "nq" / "1.0.0" / "questions-test.array_record-00000-of-00001").touch()
+    preflight.check({"": phase}, Kind.EVALUATE)
+
+
 def test_a_search_server_that_is_not_there_is_noticed_and_asked_once(named):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

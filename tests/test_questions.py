@@ -76,7 +76,7 @@ def test_the_same_id_in_two_datasets_is_fine_and_in_two_files_of_one_dataset_ref
 
 def test_every_epoch_draws_each_question_once_in_an_order_of_its_own():
     questions = make("nq", 5) + make("hotpotqa", 3)
-    source = QuestionSource(questions, seed=3)
+    source = QuestionSource([questions[:5], questions[5:]], seed=3)
     draws = [draw for step in range(8) for draw in source.batch(step, 3)]
     epochs = [draws[8 * e : 8 * (e + 1)] for e in range(3)]
     for number, epoch in enumerate(epochs):
@@ -88,19 +88,42 @@ def test_every_epoch_draws_each_question_once_in_an_order_of_its_own():
 
 def test_a_batch_depends_on_seed_step_and_count_alone():
     questions = make("nq", 7)
-    source = QuestionSource(questions, seed=0)
+    source = QuestionSource([questions], seed=0)
     late = source.batch(50, 4)
     source.batch(0, 4), source.batch(99, 4)
-    assert source.batch(50, 4) == late == QuestionSource(questions, seed=0).batch(50, 4)
-    orders = [[QuestionSource(questions, seed).batch(0, 7)] for seed in range(4)]
+    assert source.batch(50, 4) == late == QuestionSource([questions], seed=0).batch(50, 4)
+    orders = [[QuestionSource([questions], seed).batch(0, 7)] for seed in range(4)]
     assert all(orders.count(order) == 1 for order in orders)
 
 
 def test_a_batch_larger_than_the_set_tells_the_draws_of_one_question_apart():
-    batch = QuestionSource(make("nq", 2), seed=1).batch(0, 6)
+    batch = QuestionSource([make("nq", 2)], seed=1).batch(0, 6)
     assert len({(q.id, draw) for q, draw in batch}) == 6
     with pytest.raises(ValueError, match="no training questions"):
         QuestionSource([], seed=0)
+
+
+def test_a_mixture_holds_exact_shares_and_shows_each_set_evenly():
+    """Weights 3 : 1 over sets of 4 and 3 questions: every 4 draws hold 3 of the first and 1 of the other."""
+    nq, hotpotqa = make("nq", 4), make("hotpotqa", 3)
+    source = QuestionSource([nq, hotpotqa], seed=3, weights=(3, 1))
+    draws = [draw for step in range(16) for draw in source.batch(step, 3)]
+    rounds = [[q.dataset for q, _ in draws[i : i + 4]] for i in range(0, 48, 4)]
+    assert all(sorted(datasets) == ["hotpotqa", "nq", "nq", "nq"] for datasets in rounds)
+    assert len(set(map(tuple, rounds))) == 4, "the sets are mixed inside a round"
+    for questions, epochs in ((nq, 9), (hotpotqa, 4)):
+        expected = {(q, epoch): 1 for q in questions for epoch in range(epochs)}
+        assert collections.Counter(draw for draw in draws if draw[0] in questions) == expected
+    firsts = [[q.id for q, epoch in draws if q in nq and epoch == e] for e in range(9)]
+    assert len(set(map(tuple, firsts))) > 1, "each epoch has its own order"
+
+
+def test_a_batch_of_a_mixture_depends_on_seed_and_step_alone():
+    sets = [make("nq", 7), make("hotpotqa", 5)]
+    source = QuestionSource(sets, seed=0, weights=(2, 1))
+    late = source.batch(50, 4)
+    assert source.batch(0, 4) != late == QuestionSource(sets, seed=0, weights=(2, 1)).batch(50, 4)
+    assert late != QuestionSource(sets, seed=1, weights=(2, 1)).batch(50, 4)
 
 
 def test_the_fingerprint_follows_every_field_and_the_order():

@@ -1,5 +1,6 @@
-"""Questions from FlashRAG files, and the stateless order in which training draws them."""
+"""Questions from FlashRAG files and prepared sets, and the stateless order in which training draws them."""
 
+import bisect
 import functools
 import hashlib
 import itertools
@@ -9,7 +10,9 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
+from etils import epath
 
+from mopd_jax.data.prepared import PreparedSet
 from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.jsonl import id_field, read_jsonl, text_field
 from mopd_jax.team.episode import Question
@@ -18,52 +21,83 @@ SEPARATOR = "|||"
 """Some published NQ-open files join several gold answers into one string with it."""
 
 _SPLIT = re.compile(r"(train|dev|test)_")
+_PREPARED = re.compile(r"(.+):(train|dev|test)")
 
 
-def load_questions(path: str) -> list[Question]:
-    """Returns the questions of a FlashRAG JSONL file: `{"id", "question", "golden_answers", "metadata"?}`.
+def load_questions(source: str) -> Sequence[Question]:
+    """Returns the questions of a FlashRAG JSONL file: `{"id", "question", "golden_answers", "metadata"?}`,
+    or of a set that `tools/prepare_data` made, spelled FOLDER:SPLIT, which are read when they are asked for.
 
-    `dataset` is `metadata.dataset`, or the file's stem; `split` is the id's prefix `train_`, `dev_` or
-    `test_`, or "" [D]. Questions and answers are kept as published (doubled quotes too), except that
-    white space around them is dropped and "|||"-joined answers are taken apart.
+    In a file, `dataset` is `metadata.dataset`, or the file's stem; `split` is the id's prefix `train_`,
+    `dev_` or `test_`, or "" [D]. Questions and answers are kept as published (doubled quotes too), except
+    that white space around them is dropped and "|||"-joined answers are taken apart.
 
     Args:
-      path: the file; may be a gs:// path.
+      source: a file, may be a gs:// path; or a prepared set.
 
     Raises:
       Refusal: a line is no JSON object, a question or its answers are missing or empty, or an id
-        comes twice in its dataset and split; the message names file, line and reason.
+        comes twice in its dataset and split, with file, line and reason; or there is no such set.
     """
+    if prepared_at := _PREPARED.fullmatch(source):
+        return PreparedSet(*prepared_at.groups())
     questions, first_seen = [], {}
-    for place, record in read_jsonl(path):
-        question = _question(record, pathlib.PurePath(path).stem, place)
-        if _key(question) in first_seen:
-            raise Refusal(f"{place}: {_key(question)} was already used in {first_seen[_key(question)]}.")
-        first_seen[_key(question)] = place
+    for place, record in read_jsonl(source):
+        question = from_flashrag(record, pathlib.PurePath(source).stem, place)
+        check_unused(question, place, first_seen)
         questions.append(question)
     if not questions:
-        raise Refusal(f'{path}: found no question, expected lines of {{"id", "question", "golden_answers"}}.')
+        raise Refusal(
+            f'{source}: found no question, expected lines of {{"id", "question", "golden_answers"}}. '
+            "tools/prepare_data reads other formats."
+        )
     return questions
 
 
-def load_sets(paths: Sequence[str]) -> list[Question]:
-    """Returns the questions of several files one after the other.
+def check_unused(question: Question, place: str, first_seen: dict[tuple[str, str, str], str]) -> None:
+    """Enters a question and its place into `first_seen`.
 
     Raises:
-      Refusal: as `load_questions`, or two files hold the same (dataset, split, id): its rollouts
-        would fall into one group.
+      Refusal: its (dataset, split, id) is there already.
     """
-    questions, first_seen = [], {}
-    for path in paths:
-        for question in load_questions(path):
-            if _key(question) in first_seen:
+    key = key_of(question)
+    if key in first_seen:
+        raise Refusal(f"{place}: {key} was already used in {first_seen[key]}.")
+    first_seen[key] = place
+
+
+def open_sets(sources: Sequence[str]) -> list[Sequence[Question]]:
+    """Returns the questions of each source; prepared sets are not read through.
+
+    Raises:
+      Refusal: as `load_questions`, or two sources hold the same (dataset, split, id): its rollouts
+        would fall into one group. A prepared set must hold its dataset and split alone.
+    """
+    opened = [load_questions(source) for source in sources]
+    first_seen: dict[tuple[str, ...], str] = {}
+    pairs = zip(sources, opened, strict=True)
+    for source, found in sorted(pairs, key=lambda pair: not _PREPARED.fullmatch(pair[0])):
+        for name in _names(source, found):
+            if other := first_seen.get(name) or first_seen.get(name[:2]):
                 raise Refusal(
-                    f"{path}: {_key(question)} is also in {first_seen[_key(question)]}. "
-                    "Leave out one of the files, or the question in one of them."
+                    f"{source}: {name} is also in {other}. "
+                    "Leave out one of the sources, or the question in one of them."
                 )
-            first_seen[_key(question)] = path
-            questions.append(question)
-    return questions
+            first_seen[name] = source
+    return opened
+
+
+def load_sets(sources: Sequence[str]) -> list[Question]:
+    """Returns the questions of several sources one after the other; raises as `open_sets`."""
+    return list(itertools.chain.from_iterable(open_sets(sources)))
+
+
+def files_of(source: str) -> list[epath.Path]:
+    """Returns the files in which the questions of a source lie, none for a prepared set that is not there."""
+    if prepared_at := _PREPARED.fullmatch(source):
+        folder, split = prepared_at.groups()
+        return sorted(epath.Path(folder).glob(f"*/*-{split}.array_record*"))
+    return [epath.Path(source)]
 
 
 def fingerprint(questions: Sequence[Question]) -> str:
@@ -90,22 +124,42 @@ def select(questions: Sequence[Question], count: int) -> list[Question]:
     return [questions[i] for i in sorted(taken[: count or None])]
 
 
+class Joined(Sequence):
+    """Several sequences of questions as one, each question read when it is asked for."""
+
+    def __init__(self, sets: Sequence[Sequence[Question]]):
+        self._sets = sets
+        self._ends = list(itertools.accumulate(map(len, sets), initial=0))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Question:
+        which = bisect.bisect_right(self._ends, index) - 1
+        return self._sets[which][index - self._ends[which]]
+
+
 class QuestionSource:
     """Endless draws of training questions, a pure function of seed and position.
 
-    Draw number d of the run is question number d mod n of epoch d // n; each epoch has its own
-    permutation of all n questions.
+    Without weights the sets are one: draw number d of the run is question number d mod n of epoch
+    d // n, and each epoch has its own permutation of all n questions. With weights each set is drawn
+    from in this way on its own, and every sum(weights) draws of the run, a round, hold `weights[i]`
+    draws from set i, mixed [D]. So the shares are exact, and any draw can be computed from its number.
     """
 
-    def __init__(self, questions: Sequence[Question], seed: int):
-        """Takes questions with distinct (dataset, split, id), as `load_sets` returns them.
+    def __init__(self, sets: Sequence[Sequence[Question]], seed: int, weights: Sequence[int] = ()):
+        """Takes sets with distinct (dataset, split, id), as `open_sets` returns them; `weights` has one
+        whole number above 0 per set, or none.
 
         Raises:
           Refusal: there are no questions.
         """
-        if not questions:
+        if not sets or not all(map(len, sets)):
             raise Refusal("Found no training questions: name at least one file in data.train.")
-        self._questions = tuple(questions)
+        self._streams = sets if weights else [Joined(sets)]
+        self._weights = weights or [1]
+        self._starts = list(itertools.accumulate(self._weights, initial=0))
         self._seed = seed
 
     def batch(self, step: int, count: int) -> list[tuple[Question, int]]:
@@ -114,18 +168,30 @@ class QuestionSource:
         The epoch tells two draws of one question apart, in one batch and between batches. Any step
         can be asked for at any time; all steps of a run ask for the same `count`.
         """
-        size = len(self._questions)
-        draws = (divmod(number, size) for number in range(step * count, (step + 1) * count))
-        return [(self._questions[_permutation(self._seed, epoch, size)[i]], epoch) for epoch, i in draws]
+        return [self._draw(number) for number in range(step * count, (step + 1) * count)]
+
+    def _draw(self, number: int) -> tuple[Question, int]:
+        round_, place = divmod(number, self._starts[-1])
+        slot = self._order(len(self._streams), round_, self._starts[-1])[place]
+        stream = bisect.bisect_right(self._starts, slot) - 1
+        questions = self._streams[stream]
+        nth = round_ * self._weights[stream] + int(slot) - self._starts[stream]
+        epoch, index = divmod(nth, len(questions))
+        return questions[int(self._order(stream, epoch, len(questions))[index])], epoch
+
+    def _order(self, stream: int, epoch: int, count: int) -> np.ndarray:
+        """The seed has 32 bits: above them stands what is permuted, a set or (the last) the rounds."""
+        return _permutation(self._seed + (stream << 32), epoch, count)
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=32)
 def _permutation(seed: int, epoch: int, count: int) -> np.ndarray:
     """Sorts raw Philox words: NumPy keeps those the same in every version, `Generator.permutation` not."""
     return np.argsort(np.random.Philox(key=[seed, epoch]).random_raw(count), kind="stable")
 
 
-def _question(record: dict, stem: str, place: str) -> Question:
+def from_flashrag(record: dict, stem: str, place: str) -> Question:
+    """Returns a FlashRAG record as a question; see `load_questions`. `stem` stands in for its dataset."""
     id_ = id_field(record, place)
     split = _SPLIT.match(id_)
     return Question(
@@ -159,9 +225,17 @@ def _answers(record: dict, place: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(answers))
 
 
-def _key(question: Question) -> tuple[str, str, str]:
+def key_of(question: Question) -> tuple[str, str, str]:
+    """Returns what tells a question from all others: (dataset, split, id)."""
     return question.dataset, question.split, question.id
 
 
+def _names(source: str, found: Sequence[Question]) -> list[tuple[str, ...]]:
+    """Returns the keys of a file's questions; the (dataset, split) that those of a prepared set share."""
+    if _PREPARED.fullmatch(source):
+        return [key_of(found[0])[:2]]
+    return [key_of(question) for question in found]
+
+
 def _digest(question: Question) -> str:
-    return hashlib.sha256(json.dumps(_key(question)).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(key_of(question)).encode()).hexdigest()

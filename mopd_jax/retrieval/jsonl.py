@@ -40,10 +40,15 @@ def read_jsonl(path: epath.PathLike) -> Iterator[tuple[str, dict]]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 place = f"{path}, line {number}"
-                yield place, _parse(line, place)
+                yield place, parse_line(line, place)
 
 
-def _parse(line: bytes, place: str) -> dict:
+def parse_line(line: bytes, place: str) -> dict:
+    """Returns the object of one JSON line.
+
+    Raises:
+      ValueError: it is not UTF-8 or not a JSON object; the message begins with `place`.
+    """
     try:
         record = parse_json(line)
     except ValueError as error:

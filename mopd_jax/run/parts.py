@@ -29,6 +29,7 @@ from mopd_jax.config import (
 )
 from mopd_jax.data import miniature, questions
 from mopd_jax.data.demonstrations import FileDemonstrations, read_conversations
+from mopd_jax.data.manifest import pick
 from mopd_jax.data.miniature_experts import Demonstrations
 from mopd_jax.learn.score import Frozen
 from mopd_jax.model import hf, hf_save, sharding
@@ -67,11 +68,31 @@ def dtype(precision: Precision) -> jnp.dtype:
     return jnp.dtype(precision.value)
 
 
-def load_questions(paths: Sequence[str], split: str, config: Config) -> list[Question]:
-    """Returns the questions of files, or those of the embedded world's `split`."""
-    if tuple(paths) == (MINIATURE,):
-        return miniature.World(config.data.world_seed).questions(split)
-    return questions.load_sets(paths)
+def open_questions(sources: Sequence[str], split: str, config: Config) -> list[Sequence[Question]]:
+    """Returns the questions of each source, or, as the only one, those of the embedded world's `split`."""
+    if tuple(sources) == (MINIATURE,):
+        return [miniature.World(config.data.world_seed).questions(split)]
+    return questions.open_sets(sources)
+
+
+def load_questions(sources: Sequence[str], split: str, config: Config) -> list[Question]:
+    """Returns the questions of all sources, one after the other."""
+    return [question for found in open_questions(sources, split, config) for question in found]
+
+
+def load_test(config: Config) -> list[Question]:
+    """Returns the questions of the final evaluation: those of `data.manifest`, or a choice of
+    `eval.questions`."""
+    found = load_questions(config.data.test, "test", config)
+    if config.data.manifest:
+        return pick(found, config.data.manifest)
+    return questions.select(found, config.eval.questions)
+
+
+def question_source(config: Config) -> questions.QuestionSource:
+    """Returns the draws of training questions: `batch(step, count)`."""
+    sets = open_questions(config.data.train, "train", config)
+    return questions.QuestionSource(sets, config.run.seed, config.data.weights)
 
 
 def load_demonstrations(config: Config) -> FileDemonstrations | Demonstrations:
@@ -101,16 +122,21 @@ def _fingerprints(config: Config, kind: Kind) -> dict[str, str]:
     )
 
 
-def file_fingerprint(path: epath.PathLike) -> str:
-    """Returns a hash (hex) of a file's contents."""
-    return hashlib.sha256(epath.Path(path).read_bytes()).hexdigest()[:16]
+def file_fingerprint(source: str) -> str:
+    """Returns a hash (hex) of the contents of a file or of a prepared question set."""
+    digest = hashlib.sha256()
+    for file in questions.files_of(source):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def files_read(config: Config, kind: Kind) -> Iterator[tuple[str, str]]:
-    """Yields (field, file) for every file of questions, conversations or passages that a phase reads."""
+    """Yields (field, source) for every file of questions, conversations or passages that a phase reads."""
     for field in sources_read(config, kind):
         paths = operator.attrgetter(field)(config)
         yield from ((field, path) for path in paths if path.partition(":")[0] != MINIATURE)
+    if kind is Kind.EVALUATE and config.data.manifest:
+        yield "data.manifest", config.data.manifest
     if samples(config, kind) and config.retrieval.backend is Backend.BM25:
         yield "retrieval.corpus", config.retrieval.corpus
 

@@ -5,10 +5,10 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import jax
-from etils import epath
 
 from mopd_jax.checks import Finding, lines, refuse, samples
 from mopd_jax.config import Backend, Config, Kind
+from mopd_jax.data.questions import files_of
 from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.search import SearchError
 from mopd_jax.run import hosts, parts
@@ -44,7 +44,7 @@ def _problems(named: Mapping[str, Config], kind: Kind | None) -> Iterator[str]:
 def missing_inputs(config: Config, kind: Kind, made: Collection[str]) -> Iterator[Finding]:
     """Yields what a phase reads and does not find; `made` will have been made by then."""
     for field, path in parts.files_read(config, kind):
-        if path not in made and not epath.Path(path).is_file():
+        if path not in made and not any(file.is_file() for file in files_of(path)):
             yield field, f"found no file {path}"
     for field, spec in parts.models_read(config, kind):
         if spec.removesuffix("/export") not in made:

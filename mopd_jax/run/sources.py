@@ -193,7 +193,7 @@ def make_source(config: Config, student: Opened, team: Team, mesh: Mesh) -> Batc
     if config.train.kind is Kind.SUPERVISED:
         renderer = parts.make_renderer(config, student.tokens)
         return Imitation(config, parts.load_demonstrations(config), renderer, student.tokens, shards)
-    questions = QuestionSource(parts.load_questions(config.data.train, "train", config), config.run.seed)
+    questions = parts.question_source(config)
     frozen = parts.load_frozen(config, student, mesh)
     scorer = Scorer(student.model, frozen, config.learn.logit_chunk, mesh)
     return Reinforcement(config, questions, team, scorer, shards)
