@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tools.bench import inputs
-from tools.bench.cases import LOAD, LOGPROBS, OURS, STEP, TITLES, UPDATE, Job
+from tools.bench.cases import LOAD, LOGPROBS, OURS, STEP, TITLES, Job
 from tools.bench.flops import model_flops
 from tools.bench.measure import Line
 
@@ -145,9 +145,9 @@ def _agreement(s: Section) -> list[str]:
             for line in others
         ]
     if "loss" in ours.first:
-        names = "Losses of the first two updates" if s.base.work == UPDATE else "The same, ragged"
         return [
-            f"{names}, {line.job.title}: {line.first['loss']:.6f}, {line.replies[0]['loss']:.6f}."
+            f"Losses of the first two updates, {line.job.title}: "
+            f"{line.first['loss']:.6f}, {line.replies[0]['loss']:.6f}."
             for line in (ours, *others)
         ]
     counts = ", ".join(f"{line.job.title} {line.replies[0]['tokens']:,}" for line in (ours, *others))
