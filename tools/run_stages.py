@@ -15,6 +15,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from etils import epath
 
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_json(out / MADE_FROM, _inputs(args))
     for command in phases:
         run(command)
-    results = [read_result(out / name / "results.jsonl") for name in SYSTEMS]
+    results = [replace(read_result(out / name / "results.jsonl"), system=name) for name in SYSTEMS]
     print("\n" + format_report(results))
     for result in results:
         print(f"{result.system}: {100 * valid_turns(result):.1f} % of the turns were valid")
