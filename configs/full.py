@@ -44,7 +44,7 @@ def base() -> Config:
         retrieval=RetrievalConfig(backend=Backend.HTTP, url="http://127.0.0.1:8000/retrieve", k=3),
         team=TeamConfig(candidates=5, row_tokens=8192),
         rollout=RolloutConfig(
-            conversations=24, requests=4, prefill_rows=4, prefill_tokens=512, decode_steps=16
+            conversations=12, parked=12, requests=4, prefill_rows=2, prefill_tokens=512, decode_steps=16
         ),
         learn=LearnConfig(
             row_buckets=(2048, 4096, 8192),

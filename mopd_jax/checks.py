@@ -149,8 +149,9 @@ POSITIVE = (
     "eval.validation_attempts eval.attempts checkpoint.every checkpoint.keep"
 ).split()
 NOT_NEGATIVE = (
-    "data.world_seed retrieval.retries learn.kl learn.beta learn.role_gradients_every optim.lr "
-    "optim.weight_decay optim.warmup_steps train.steps eval.every eval.validation_questions eval.questions"
+    "data.world_seed retrieval.retries rollout.parked learn.kl learn.beta learn.role_gradients_every "
+    "optim.lr optim.weight_decay optim.warmup_steps train.steps eval.every eval.validation_questions "
+    "eval.questions"
 ).split()
 
 
@@ -315,8 +316,8 @@ def _retrieval(c: Config, kind: Kind) -> Iterator[Finding]:
 def _team(c: Config, kind: Kind) -> Iterator[Finding]:
     if c.team.workflow is Workflow.HIERARCHY and c.team.leader_turns < 2:
         yield "team.leader_turns", "must be at least 2: the last turn is only for the answer request"
-    if c.team.workflow is Workflow.HIERARCHY and c.rollout.conversations < 2:
-        yield "rollout.conversations", "must be at least 2: a Leader keeps its cache while its Searcher works"
+    if c.team.workflow is Workflow.HIERARCHY and c.rollout.conversations + c.rollout.parked < 2:
+        yield "rollout.parked", "must be at least 1: a Leader keeps its cache while its Searcher works"
 
 
 def _training(c: Config, kind: Kind) -> Iterator[Finding]:

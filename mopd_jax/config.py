@@ -253,15 +253,20 @@ class RolloutConfig:
     """The sampling engine of one process."""
 
     conversations: int = 64
-    """Cache groups of the one-candidate lane: conversations that are held at once."""
+    """Slots of the one-candidate lane: conversations that speak at once."""
+    parked: int = 64
+    """Further conversations whose caches are kept while others speak: a Leader whose Searcher works, a
+    Searcher that waits for its documents. With about as many as `conversations` the slots stay busy [D]."""
     requests: int = 16
-    """Cache groups of the candidate lane: answer requests that are held at once."""
+    """Slots of the candidate lane: answer requests that are answered at once."""
     prefill_rows: int = 8
-    """Prompts extended per prefill call."""
+    """Prompts extended per prefill call: about as many as end their turns in one dispatch, an eighth of
+    `conversations`; more are computed in vain."""
     prefill_tokens: int = 512
-    """Tokens per prompt and prefill call; longer prompts take several calls."""
+    """Tokens per prompt and prefill call; longer prompts take several calls. One width only: XLA computes
+    another one in other bits, and a prompt's would depend on what others have left of it in the cache [D]."""
     decode_steps: int = 16
-    """Tokens decoded per dispatch."""
+    """Most tokens decoded per dispatch; it ends as soon as an eighth of the slots is free again."""
     temperature: float = 1.0
     """Must be 1: anything else biases the importance ratio."""
     top_p: float = 1.0

@@ -1,5 +1,6 @@
 """A tiny engine on random weights, one for all tests of a process, and one that speaks from a script."""
 
+import dataclasses
 import functools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +15,16 @@ from mopd_jax.model import sharding
 from mopd_jax.model.logprobs import token_logprobs
 from mopd_jax.model.qwen3 import Qwen3
 from mopd_jax.model.tokens import Tokens
-from mopd_jax.rollout.engine import Conversation, Engine, Sample, Ticket
+from mopd_jax.rollout.engine import Engine, Sample, Ticket
+from mopd_jax.rollout.places import Conversation, Moves, Places
 from mopd_jax.rollout.sampler import Sampler, SamplerState
 from mopd_jax.team.episode import Stop
 from tests.tiny_qwen3 import make_model, make_params, packed
 
 TEAM = TeamConfig(leader_tokens=12, searcher_tokens=12, answerer_tokens=8, document_tokens=48, row_tokens=128)
-ROLLOUT = RolloutConfig(conversations=4, requests=2, prefill_rows=3, prefill_tokens=8, decode_steps=4)
+ROLLOUT = RolloutConfig(
+    conversations=4, parked=3, requests=2, prefill_rows=3, prefill_tokens=8, decode_steps=4
+)
 CANDIDATES = 5
 
 
@@ -34,43 +38,47 @@ def tokens() -> Tokens:
 
 @functools.cache
 def model() -> Qwen3:
-    """Returns a model of three layers over the embedded world's vocabulary."""
-    return make_model(vocab_size=tokens().vocab_size)
+    """Returns a model of three layers over the embedded world's vocabulary, padded to an even size."""
+    return make_model(vocab_size=tokens().vocab_size + tokens().vocab_size % 2)
 
 
 @functools.cache
 def params(seed: int = 0) -> dict:
-    """Returns weights that all show in the distributions; about one token in twenty ends a turn."""
+    """Returns weights that all show in the distributions; about one token in twenty ends a turn, and none is
+    padding of the vocabulary."""
     tree = make_params(model(), seed)
     head = 5 * tree["head"]["kernel"]
     tree["embed"]["embedding"] = tree["embed"]["embedding"].at[:, 0].add(2.0)
     tree["final_norm"]["scale"] = tree["final_norm"]["scale"].at[0].set(1.0)
-    tree["head"]["kernel"] = head.at[0, tokens().end_of_turn_id].set(4.0)
+    tree["head"]["kernel"] = (
+        head.at[0, tokens().end_of_turn_id].set(4.0).at[0, tokens().vocab_size :].set(-100.0)
+    )
     return tree
 
 
 @functools.cache
-def _engine() -> Engine:
-    mesh = sharding.make_mesh((1, 1, 1), jax.devices()[:1])
-    return Engine(model(), tokens().eos_ids, TEAM, CANDIDATES, ROLLOUT, mesh)
+def engine_like(rollout_changes: tuple[tuple[str, int], ...] = (), tensor: int = 1) -> Engine:
+    """Returns an engine without weights: `ROLLOUT` with some fields changed, on so many devices."""
+    rollout = dataclasses.replace(ROLLOUT, **dict(rollout_changes))
+    return Engine(model(), tokens().eos_ids, TEAM, CANDIDATES, rollout, sharding.local_mesh(tensor))
 
 
 def fresh_engine(seed: int = 0) -> Engine:
     """Returns the one engine (compiling takes longer than all tests) without any cached prompt.
 
-    Its lanes have 4 groups of 1 and 2 groups of 5 candidates; prompts are prefilled by 3 rows of 8 tokens,
-    turns are decoded by 4 tokens.
+    Its lanes have 4 slots of 1 candidate with 3 parking places, and 2 slots of 5 candidates; prompts are
+    prefilled by 3 rows of 8 tokens, turns are decoded by 4 tokens.
     """
-    _engine().load(params(seed))
-    _engine().take_usage()
-    return _engine()
+    engine = engine_like()
+    engine.load(params(seed))
+    engine.take_usage()
+    return engine
 
 
-def fresh_sampler() -> tuple[Sampler, SamplerState]:
-    """Returns the engine's compiled programs, and an empty lane of 4 conversations of the engine's shape."""
-    sampler = _engine()._lanes[1]._sampler
-    turn = max(TEAM.leader_tokens, TEAM.searcher_tokens, TEAM.answerer_tokens)
-    return sampler, sampler.init(ROLLOUT.conversations, 1, TEAM.row_tokens, turn)
+def fresh_sampler(candidates: int = 1) -> tuple[Sampler, SamplerState]:
+    """Returns the engine's compiled programs, and one of its lanes, empty."""
+    lane = engine_like()._lanes[candidates]
+    return lane._sampler, lane._sampler.init(*lane._sizes)
 
 
 @jax.jit
@@ -140,54 +148,60 @@ class Spoken:
 
 @dataclass
 class ScriptedEngine:
-    """Stands in for engine and model: `speak(prompt ids, candidate)` gives the ids of every turn.
+    """Stands in for sampler and model: `speak(prompt ids, candidate)` gives the ids of every turn.
 
-    Like the real one it parks one-candidate conversations in a limited number of groups. It finishes
-    `per_step` turns at a time, the last submitted first, and refuses to wait for ever.
+    Who holds a cache where is kept in the real engine's books. It finishes `per_step` turns at a time, the
+    last seated first, and refuses to wait for ever.
     """
 
     speak: Callable[[list[int], int], list[int]]
     eos_ids: tuple[int, ...]
-    groups: int = 1000
+    slots: int = 16
+    parked: int = 16
     per_step: int = 2
     log: list[Spoken] = field(default_factory=list)
     queue: list[Ticket] = field(default_factory=list)
-    parked: set[int] = field(default_factory=set)
-    """By `id`; a group's number does not matter here."""
-    most_queued: int = 0
-    recomputed: int = 0
-    """Turns of conversations that had given their group back in between."""
+    seated: list[Ticket] = field(default_factory=list)
+    evicted: int = 0
+
+    def __post_init__(self):
+        self.places = Places(self.slots, self.parked, row=4096)
 
     def submit(self, ticket: Ticket) -> None:
+        if len(ticket.keys) > 1:
+            self.release(ticket.conversation)
+        self.places.ask(ticket.conversation)
         self.queue.append(ticket)
-        self.most_queued = max(self.most_queued, len(self.queue))
 
     def step(self) -> list[tuple[Ticket, list[Sample]]]:
-        finished = []
-        for ticket in self.queue[::-1]:
-            if len(finished) < self.per_step and self._admit(ticket):
-                finished.append((ticket, self._turn(ticket)))
-        done = {id(ticket) for ticket, _ in finished}
-        assert finished or not self.queue, "All groups are parked and nobody goes on: a deadlock."
-        self.queue = [ticket for ticket in self.queue if id(ticket) not in done]
-        return finished
+        while self._seat():
+            pass
+        assert self.seated or not self.queue, "Nobody can be seated and nobody speaks: a deadlock."
+        ended = self.seated[-self.per_step :][::-1]
+        self.seated = self.seated[: -self.per_step]
+        return [(ticket, self._turn(ticket)) for ticket in ended]
 
     def release(self, conversation: Conversation) -> None:
-        self.parked.discard(id(conversation))
+        self.places.release(conversation)
 
-    def _admit(self, ticket: Ticket) -> bool:
-        if len(ticket.keys) == 1 and id(ticket.conversation) not in self.parked:
-            if len(self.parked) == self.groups:
-                return False
-            self.parked.add(id(ticket.conversation))
-            self.recomputed += any(spoken.conversation is ticket.conversation for spoken in self.log)
-        return True
+    def _seat(self) -> bool:
+        """One round of admissions; returns whether it admitted anybody."""
+        moves, queue, self.queue = Moves(), self.queue, []
+        for ticket in queue:
+            if len(ticket.keys) > 1 or self.places.seat(ticket.conversation, moves) is not None:
+                self.seated.append(ticket)
+            else:
+                self.queue.append(ticket)
+        self.evicted += moves.evicted
+        return len(self.queue) < len(queue)
 
     def _turn(self, ticket: Ticket) -> list[Sample]:
         prompt = list(ticket.conversation.ids)
         outputs = [self.speak(prompt, c) for c in range(len(ticket.keys))]
         self.log.append(Spoken(ticket.conversation, prompt, outputs, ticket.keys, ticket.max_tokens))
         assert all(0 < len(ids) <= ticket.max_tokens for ids in outputs), outputs
+        if len(ticket.keys) == 1:
+            self.places.finish(ticket.conversation.group, len(prompt) - 1 + len(outputs[0]))
         return [self._sample(np.asarray(ids, np.int32)) for ids in outputs]
 
     def _sample(self, ids: np.ndarray) -> Sample:

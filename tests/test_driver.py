@@ -3,18 +3,30 @@
 import collections
 import dataclasses
 import itertools
+import random
+import threading
+import time
 
 import numpy as np
 import pytest
 
-from mopd_jax.config import TeamConfig, Workflow
+from mopd_jax.config import RolloutConfig, TeamConfig, Workflow
 from mopd_jax.data import miniature
 from mopd_jax.model.tokens import Tokens
 from mopd_jax.retrieval.miniature import MiniatureSearch
-from mopd_jax.retrieval.search import Document, SearchError
-from mopd_jax.rollout.driver import Driver, Task, WorkflowFactory, sampling_key
+from mopd_jax.retrieval.search import Document, Retriever, SearchError
+from mopd_jax.rollout.driver import Driver, Task, WorkflowFactory, alive_workflows, sampling_key
 from mopd_jax.rollout.render import Renderer
-from mopd_jax.team.episode import Message, Question, Role, Status
+from mopd_jax.team.episode import (
+    Message,
+    Outcome,
+    Question,
+    Role,
+    SampleRequest,
+    SearchRequest,
+    Session,
+    Status,
+)
 from mopd_jax.team.roles import Prompts
 from mopd_jax.team.workflows import WORKFLOWS
 from tests import engines
@@ -188,7 +200,7 @@ def test_each_prompt_starts_with_the_one_before_and_its_output():
             assert after.prompt[: len(start)] == start and len(after.prompt) > len(start)
     # Per workflow a Leader of three turns, two Searchers of two, an Answerer of one.
     assert lengths == {3: 3, 2: 6, 1: 3}
-    assert engine.recomputed == 0  # the Leader keeps its cache while a Searcher works
+    assert engine.evicted == 0  # the Leader keeps its cache while a Searcher works
     for episode in episodes:
         assert [row.role for row in episode.rows] == [Role.LEADER, *[Role.SEARCHER] * 2, *[Role.ANSWERER] * 5]
         assert [row.status for row in episode.rows] == [Status.FINISHED] * 8
@@ -368,7 +380,7 @@ def test_a_turn_without_room_ends_the_row_and_loses_no_token():
     assert (answerer.status, episode.answers) == (Status.FINISHED, (spelled(NOVELS[0]),))
     assert (episode.calls, episode.output_tokens) == (2, sum(map(len, turns)))
     assert episode.searches == 1 and episode.queries == (QUERY,)
-    assert engine.parked == set()
+    assert not engine.places.held
 
 
 def test_an_answer_request_without_room_gives_each_candidate_a_row():
@@ -390,7 +402,7 @@ def test_a_failed_search_aborts_its_workflow_and_no_other():
     def run(*failing: int):
         engine = ScriptedEngine(team_speaks, TOKENS.eos_ids)
         episodes = drive(engine, 4, Workflow.HIERARCHY, 5, FixedSearch(failing=failing), alive=1)
-        assert engine.parked == set()
+        assert not engine.places.held
         return episodes
 
     whole, failed = run(), run(3)
@@ -424,39 +436,104 @@ def test_episodes_come_in_the_order_of_the_tasks():
 
 
 @pytest.mark.parametrize("alive", [1, 2, 5])
-def test_no_more_workflows_than_allowed_are_in_progress_and_two_groups_each_suffice(alive):
-    in_progress, most = set(), 0
+def test_no_more_workflows_than_allowed_hold_caches(alive):
+    holding, most = set(), 0
 
     def watched(question):
         nonlocal most
         steps = WORKFLOWS[Workflow.HIERARCHY](question, TEAM, PROMPTS, 5)
         reply = yield next(steps)  # all workflows are started at once; this one is in progress from here on
-        in_progress.add(steps)
-        most = max(most, len(in_progress))
-        outcome = yield from resumed(steps, reply)
-        in_progress.remove(steps)
-        return outcome
+        holding.add(steps)
+        most = max(most, len(holding))
+        try:
+            while True:
+                request = steps.send(reply)
+                if isinstance(request, SampleRequest) and request.candidates > 1:
+                    holding.remove(steps)
+                reply = yield request
+        except StopIteration as end:
+            return end.value
 
-    engine = ScriptedEngine(team_speaks, TOKENS.eos_ids, groups=2 * alive, per_step=3)
+    engine = ScriptedEngine(team_speaks, TOKENS.eos_ids, per_step=3)
     episodes = drive(engine, 9, watched, alive=alive)
     assert all(len(episode.rows) == 8 for episode in episodes)
-    assert most == alive and engine.most_queued <= alive
-    assert engine.parked == set()
+    assert most == alive and not engine.places.held
 
 
-def resumed(steps, reply):
-    """Goes on with a generator that has been started elsewhere."""
-    try:
-        while True:
-            reply = yield steps.send(reply)
-    except StopIteration as end:
-        return end.value
+@pytest.mark.parametrize("workflow", list(Workflow))
+@pytest.mark.parametrize(("slots", "parked"), [(2, 0), (1, 1), (1, 2), (2, 3), (3, 4), (4, 2)])
+@pytest.mark.parametrize("candidates", [1, 5])
+def test_as_many_workflows_as_a_team_has_never_lose_a_cache(workflow, slots, parked, candidates):
+    """Nor do they wait for each other for ever, which the scripted engine refuses."""
+    alive = alive_workflows(RolloutConfig(conversations=slots, parked=parked), workflow)
+
+    def run(alive: int) -> ScriptedEngine:
+        engine = ScriptedEngine(team_speaks, TOKENS.eos_ids, slots, parked, per_step=2)
+        episodes = drive(engine, 12, workflow, candidates, alive=alive)
+        assert all(len(e.rows) == (1 + 2 * (workflow is Workflow.HIERARCHY) + candidates) for e in episodes)
+        assert not engine.places.held
+        return engine
+
+    assert run(alive).evicted == 0
+    assert run(3 * alive).evicted > 0
 
 
 def test_searches_of_one_round_are_one_batch():
     retriever = FixedSearch()
     drive(ScriptedEngine(team_speaks, TOKENS.eos_ids, per_step=10), 4, retriever=retriever)
     assert [len(call) for call in retriever.calls] == [4]
+
+
+# ---------------------------------------------------------------- searches beside the sampling
+
+
+class SlowSearch(FixedSearch):
+    """Answers the first batch only when it is `released`."""
+
+    def __init__(self):
+        super().__init__()
+        self.out, self.released = threading.Event(), threading.Event()
+
+    def search(self, queries, k):
+        self.out.set()
+        assert self.released.wait(timeout=60), "Nothing was sampled while the search was out."
+        return super().search(queries, k)
+
+
+@dataclasses.dataclass
+class WatchedEngine(ScriptedEngine):
+    """Releases the search after three more turns than there were when it went out, after the first."""
+
+    search: SlowSearch | None = None
+
+    def step(self):
+        assert not self.log or self.search.out.wait(timeout=60)
+        ended = super().step()
+        if len(self.log) == 4:
+            self.search.released.set()
+        return ended
+
+
+def test_others_are_sampled_while_a_search_is_out():
+    retriever = SlowSearch()
+    engine = WatchedEngine(team_speaks, TOKENS.eos_ids, per_step=1, search=retriever)
+    episodes = drive(engine, 6, retriever=retriever)
+    assert all(episode.searches == 1 and len(episode.rows) == 2 for episode in episodes)
+    # What was asked meanwhile goes together.
+    assert len(retriever.calls[0]) == 1 and len(retriever.calls[1]) >= 3
+    assert sum(map(len, retriever.calls)) == 6
+
+
+class WrongSearch(FixedSearch):
+    """Fails in a way that no retriever should."""
+
+    def search(self, queries, k):
+        raise KeyError("no such shard")
+
+
+def test_another_failure_than_that_of_a_search_ends_the_run():
+    with pytest.raises(KeyError, match="no such shard"):
+        drive(ScriptedEngine(team_speaks, TOKENS.eos_ids), 3, retriever=WrongSearch())
 
 
 # ---------------------------------------------------------------- keys
@@ -527,13 +604,20 @@ def test_turns_are_sampled_under_their_own_keys():
 REAL = dataclasses.replace(engines.TEAM, session_searches=2)
 
 
-def drive_real(tasks: list[Task], workflow=Workflow.CASCADE, candidates=5, alive=4, seed=7):
+def drive_real(
+    tasks: list[Task],
+    workflow: Workflow | WorkflowFactory = Workflow.CASCADE,
+    candidates: int = 5,
+    alive: int = 6,
+    seed: int = 7,
+    retriever: Retriever | None = None,
+):
     return drive(
         fresh_engine(),
         tasks,
         workflow,
         candidates,
-        MiniatureSearch(WORLD.passages),
+        retriever or MiniatureSearch(WORLD.passages),
         REAL,
         alive,
         document_tokens=REAL.document_tokens,
@@ -574,10 +658,43 @@ def equal(one, two) -> bool:
     )
 
 
-@pytest.mark.parametrize("alive", [4, 2])
+@pytest.mark.parametrize("alive", [6, 2])
 def test_a_run_repeats_bit_for_bit_in_any_order(tasks, episodes, alive):
     again = drive_real(tasks[::-1], alive=alive)[::-1]
     assert all(map(equal, episodes, again))
+
+
+class LateSearch(MiniatureSearch):
+    """Answers each batch after a random time."""
+
+    delays = random.Random(0)
+
+    def search(self, queries, k):
+        time.sleep(self.delays.random() / 50)
+        return super().search(queries, k)
+
+
+def always_searching(question):
+    """Searches for whatever is said first: random weights never ask by themselves."""
+    opening = (Message("system", PROMPTS.searcher), Message("user", question))
+    (turn,) = yield SampleRequest(Role.SEARCHER, 0, opening, 12)
+    documents = yield SearchRequest(f"{turn.text} {question}")
+    yield SampleRequest(Role.SEARCHER, 0, (Message("user", "", documents),), 12)
+    answers = yield SampleRequest(Role.ANSWERER, 1, opening, 8, 5)
+    sessions = [Session(Role.SEARCHER, 0, 0, Status.FINISHED, 1, "")]
+    sessions += [Session(Role.ANSWERER, 1, c, Status.FINISHED, 0, "") for c in range(5)]
+    return Outcome(tuple(sessions), tuple(turn.text for turn in answers), 1)
+
+
+def test_when_searches_are_answered_does_not_matter(tasks):
+    at_once = drive_real(tasks, always_searching)
+    late = drive_real(tasks, always_searching, retriever=LateSearch(WORLD.passages))
+    assert all(map(equal, at_once, late))
+    assert all(
+        one.documents == two.documents and len(one.documents[0]) == 3
+        for one, two in zip(at_once, late, strict=True)
+    )
+    assert all(episode.rows[0].turns == 2 for episode in late)
 
 
 def test_draws_workflows_and_seeds_differ(tasks, episodes):

@@ -37,7 +37,7 @@ def test_stage2_is_planned_without_its_checkpoint(stage2):
 
 
 def test_memory_of_stage2_by_kind(stage2):
-    """4.022e9 parameters over 64 devices, and over the engine's 4; 24 and 4 groups of 144 KiB per token."""
+    """4.022e9 parameters over 64 devices, and over the engine's 4; 144 KiB per token of cache."""
     found = {kind: float(size) for size, kind in re.findall(r"([\d.]+) GB per device  ([^(]+) \(", stage2)}
     assert found == {
         "master weights": 0.252,
@@ -45,7 +45,7 @@ def test_memory_of_stage2_by_kind(stage2):
         "Adam moments": 0.504,
         "frozen runs/stage1": 0.126,
         "engine's weights": 2.012,
-        "cache, 1 candidate": pytest.approx(147456 * 24 * (8192 + 256) / 4e9, abs=1e-3),
+        "cache, 1 candidate": pytest.approx(147456 * (24 * 8192 + 12 * 256) / 4e9, abs=1e-3),
         "cache, 5 candidates": pytest.approx(147456 * 4 * (8192 + 5 * 64) / 4e9, abs=1e-3),
     }
     sampling, updating = map(

@@ -8,12 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from mopd_jax.rollout.engine import Conversation, Engine, Ticket, Usage
+from mopd_jax.rollout.engine import Engine, Ticket, Usage
+from mopd_jax.rollout.places import Conversation
 from mopd_jax.team.episode import Stop
 from tests.engines import (
     CANDIDATES,
     TEAM,
     ask,
+    engine_like,
     finish,
     finished_turns,
     fresh_engine,
@@ -29,7 +31,8 @@ EOS = tokens().end_of_turn_id
 
 @pytest.fixture
 def engine() -> Engine:
-    """Four groups of one candidate, two of five; prefill of 3 rows × 8 tokens, 4 decode steps."""
+    """Four slots of one candidate with three parking places, two of five; prefill of 3 rows × 8 tokens, up
+    to 4 decode steps."""
     return fresh_engine()
 
 
@@ -191,6 +194,80 @@ def test_candidates_do_not_depend_on_other_groups_or_reuse(engine):
     assert all(map(same, cold, warm)) and all(map(same, cold, crowded))
 
 
+def test_a_parked_conversation_goes_on_bit_for_bit(engine):
+    """It gives its slot to others between its turns, and comes back from a parking place to any slot."""
+
+    def talk(others: int) -> tuple[list, list]:
+        conversation, turns, groups = Conversation(prompt(30, 10)), [], []
+        for number in range(4):
+            turns.append(say(engine, conversation, number, *prompt(40 + number, 5 * number)))
+            groups.append(conversation.group)
+            neighbours = [ask(engine, prompt(50 + i, 7 + 5 * i), 50 + i) for i in range(others)]
+            finish(engine)
+            groups.append(conversation.group)
+            for neighbour in neighbours[::-1] if number % 2 else neighbours:
+                engine.release(neighbour)
+        engine.release(conversation)
+        return turns, groups
+
+    alone, stayed = talk(0)
+    assert stayed == [stayed[0]] * 8 and stayed[0] < 4
+    engine.take_usage()
+    parked, moved = talk(4)
+    assert all(map(same, alone, parked))
+    assert max(moved[::2]) < 4 <= min(moved[1::2]) and len(set(moved[::2])) > 1
+    usage = engine.take_usage()
+    assert usage.evicted == 0 and usage.reused > 0
+
+
+def test_without_parking_places_the_same_conversations_are_the_same_bit_for_bit(engine):
+    """Two conversations that never leave their slots, against the same two among four others."""
+    calm = engine_like((("parked", 0),))
+    calm.load(params())
+
+    def talk(engine: Engine, others: int) -> list:
+        pair, turns = [Conversation(prompt(80 + i, 9)) for i in range(2)], []
+        for number in range(6):
+            turns.append(say(engine, pair[number % 2], number, *prompt(90 + number, 3)))
+            neighbours = [ask(engine, prompt(60 + i, 8), i) for i in range(others)]
+            finish(engine)
+            parked.append(max(c.group for c in pair if c.group is not None))
+            for neighbour in neighbours:
+                engine.release(neighbour)
+        for conversation in pair:
+            engine.release(conversation)
+        return turns
+
+    parked: list[int] = []
+    quiet = talk(calm, 0)
+    assert max(parked) < 4
+    calm.unload()
+    parked.clear()
+    assert all(map(same, quiet, talk(engine, 4))) and min(parked) >= 4
+    assert engine.take_usage().evicted == 0
+
+
+@pytest.mark.parametrize(("changes", "tensor"), [((("conversations", 2), ("parked", 2)), 1), ((), 2)])
+def test_other_slot_counts_and_meshes_agree_up_to_rounding(changes, tensor):
+    """What another engine sampled, scored again in one pass over the whole row."""
+    other = engine_like(changes, tensor)
+    other.load(params())
+    talking = [Conversation(prompt(70 + i, 6 + 3 * i)) for i in range(3)]
+    spans = {id(conversation): [] for conversation in talking}
+    for number in range(2):
+        for i, conversation in enumerate(talking):
+            turn = say(other, conversation, 10 * number + i)
+            spans[id(conversation)].append((len(conversation.ids) - len(turn.ids), turn.logps))
+            conversation.ids += prompt(20 + i, 2)
+    for conversation in talking:
+        other.release(conversation)
+        expected = score(conversation.ids)
+        for first, logps in spans[id(conversation)]:
+            np.testing.assert_allclose(logps, expected[first : first + len(logps)], rtol=1e-5, atol=1e-5)
+    assert other.take_usage().evicted == 0
+    other.unload()
+
+
 # ---------------------------------------------------------------- how turns end
 
 
@@ -240,45 +317,60 @@ def test_limits_are_each_ticket_s_own(engine):
 def test_more_requests_than_groups_all_finish(engine):
     asked = [ask(engine, prompt(i, 4 + i), i, candidates=1) for i in range(11)]
     answers = [ask(engine, prompt(i, 4 + i), i, 8, CANDIDATES) for i in range(5)]
-    finished, held = set(), 0
+    finished = set()
     for ticket, samples in finished_turns(engine):
         finished.add(id(ticket.conversation))
-        held = max(held, sum(c.group is not None for c in asked + answers))
+        assert sum(c.group is not None for c in asked) <= 4
         assert len(samples) == len(ticket.keys)
         engine.release(ticket.conversation)
-    assert finished == {id(c) for c in asked + answers} and held <= 4
+    assert finished == {id(c) for c in asked + answers}
 
 
-def test_a_parked_conversation_keeps_its_group(engine):
-    parked = ask(engine, prompt(0, 9), 0)
+def test_a_waiting_conversation_keeps_its_cache_whoever_comes(engine):
+    waiting = ask(engine, prompt(0, 9), 0)
     finish(engine)
-    group = parked.group
     for number in range(1, 9):
         sample(engine, prompt(number, 9), number)
-        assert parked.group == group
     engine.take_usage()
-    turn = say(engine, parked, 9, *prompt(20, 3))
-    assert parked.group == group and engine.take_usage().prefilled == 3
-    assert_scored(parked.ids, [(len(parked.ids) - len(turn.ids), turn.logps)])
-    engine.release(parked)
+    turn = say(engine, waiting, 9, *prompt(20, 3))
+    assert dataclasses.replace(engine.take_usage(), decoded=0, slot_steps=0, reused=0) == Usage(prefilled=3)
+    assert_scored(waiting.ids, [(len(waiting.ids) - len(turn.ids), turn.logps)])
+    engine.release(waiting)
 
 
-def test_a_new_conversation_waits_for_a_group_and_holds_nobody_up(engine):
-    parked = [ask(engine, prompt(i, 6), i) for i in range(4)]
-    finish(engine)
-    waiting = ask(engine, prompt(5, 6), 5)
-    assert engine.step() == [] and engine.busy
-    parked[0].ids += prompt(6, 2)
-    ask(engine, parked[0], 6)
-    first, _ = next(finished_turns(engine))
-    assert first.conversation is parked[0]
-    engine.release(parked[1])
-    engine.release(parked[1])  # frees nothing twice
-    (samples,) = finish(engine).values()
-    assert sorted(c.group for c in [parked[0], *parked[2:], waiting]) == [0, 1, 2, 3]
-    for conversation in [*parked, waiting]:
+def test_who_lost_the_cache_is_prefilled_again(engine):
+    """Seven groups for eight conversations: the first to have spoken gives way, and nobody waits."""
+    talking = [Conversation(prompt(i, 6)) for i in range(8)]
+    for number, conversation in enumerate(talking):
+        say(engine, conversation, number)
+    assert sorted(c.group for c in talking[1:]) == list(range(7)) and talking[0].group is None
+    assert engine.take_usage().evicted == 1
+    turn = say(engine, talking[0], 9, *prompt(20, 2))
+    assert_scored(talking[0].ids, [(len(talking[0].ids) - len(turn.ids), turn.logps)])
+    usage = engine.take_usage()
+    assert usage.evicted == 1 and usage.prefilled + usage.reused == len(talking[0].ids) - len(turn.ids) - 1
+    for conversation in talking:
         engine.release(conversation)
-    assert same(samples[0], sample(fresh_engine(), prompt(5, 6), 5))
+        engine.release(conversation)  # frees nothing twice
+    assert all(c.group is None for c in talking)
+
+
+def test_answers_wait_until_there_is_one_for_every_slot(engine):
+    """They end their workflows: nobody waits for them."""
+    number = next(n for n in range(300, 340) if len(sample(fresh_engine(), prompt(1, 6), n).ids) == 12)
+    engine.take_usage()
+    talking = ask(engine, prompt(1, 6), number)
+    first = ask(engine, prompt(2, 6), 2, 8, CANDIDATES)
+    assert engine.step() == []
+    assert engine.take_usage().slot_steps == 4 * 4, "the conversation alone"
+    second = ask(engine, prompt(3, 6), 3, 8, CANDIDATES)
+    answered = {id(ticket.conversation) for ticket, _ in engine.step()}
+    assert engine.take_usage().slot_steps - 4 * 4 in (10, 20, 30, 40), "both lanes"
+    answered |= finish(engine).keys()
+    assert answered == {id(talking), id(first), id(second)}
+    engine.release(talking)
+    alone = ask(engine, prompt(2, 6), 2, 8, CANDIDATES)
+    assert len(finish(engine)[id(alone)]) == CANDIDATES, "nothing else to do"
 
 
 def test_a_conversation_may_end_in_an_answer_request(engine):
@@ -324,7 +416,7 @@ def test_usage_counts_what_was_sampled_and_what_could_have_been(engine):
     conversation = ask(engine, prompt(0, 5), 0)
     (turn,) = finish(engine)[id(conversation)]
     engine.release(conversation)
-    assert engine.take_usage() == Usage(len(turn.ids), 4 * len(turn.ids), 4, 0)
+    assert engine.take_usage() == Usage(len(turn.ids), 4 * len(turn.ids), prefilled=4)
     assert engine.take_usage() == Usage()
 
 
@@ -388,9 +480,16 @@ def test_unloading_while_a_conversation_is_held_is_refused_and_changes_nothing(e
 
 
 def test_after_new_weights_no_old_cache_is_read(engine):
+    """Kind 33: neither in a slot nor in a parking place."""
     ids = prompt(0, 20)
     old = sample(engine, ids, 1)
     assert engine.take_usage().reused == 0
+    talking = [ask(engine, ids + prompt(i, 3), i) for i in range(7)]
+    finish(engine)
+    assert max(c.group for c in talking) == 6
+    for conversation in talking:
+        engine.release(conversation)
+    engine.take_usage()
     engine.load(params(1))
     updated = sample(engine, ids, 1)
     usage = engine.take_usage()
@@ -401,11 +500,14 @@ def test_after_new_weights_no_old_cache_is_read(engine):
 
 
 def work(engine: Engine) -> None:
-    """Uses everything there is: both lanes, prompts of many lengths, shared prefixes, a second turn."""
-    talked = ask(engine, prompt(7, 7), 7)
-    finish(engine)
-    say(engine, talked, 8, 1, 2)
-    engine.release(talked)
+    """Uses everything there is: both lanes, prompts of many lengths, shared prefixes, second turns, parking
+    places and too few of them."""
+    talking = [Conversation(prompt(7 + i, 7 + 9 * i)) for i in range(8)]
+    for number in range(2):
+        for conversation in talking:
+            say(engine, conversation, 8 + number, 1, 2)
+    for conversation in talking:
+        engine.release(conversation)
     for number in range(6):
         ask(engine, prompt(0, 5) + prompt(number, 3 * number), number, 3 + number)
         ask(engine, prompt(0, 5) + prompt(number, 2 * number), number, 1 + number, CANDIDATES)
@@ -426,13 +528,20 @@ def compiled():
 
 
 def test_after_the_first_use_nothing_is_compiled(engine, compiled):
+    """Kind 31: twenty steps with prompts and limits of all lengths."""
     work(engine)
     jax.jit(lambda x: x + 1)(1)
     assert any("backend_compile" in name for name in compiled)
     compiled.clear()
-    for seed in (1, 0):
-        engine.load(params(seed))
-        work(engine)
+    rng = np.random.default_rng(0)
+    for step in range(20):
+        engine.load(params(step % 2))
+        for number in range(6):
+            ask(engine, prompt(number, rng.integers(1, 60)), number, rng.integers(1, 13))
+            ask(engine, prompt(number, rng.integers(1, 60)), number, rng.integers(1, 9), CANDIDATES)
+        finish_and_release(engine)
+    engine.load(params())
+    work(engine)
     assert [name for name in compiled if "compile" in name] == []
 
 

@@ -126,15 +126,25 @@ def test_bytes_of_a_cache_and_of_a_decode_step():
     assert estimate.decode_bytes(TINY, LANE, 2) == 2 * (336 + 40) + token * 2 * (8 + 5 * 3)
 
 
+def test_parking_places_take_room_and_are_not_read():
+    token = 2 * 2 * 1 * 4 * 2
+    parking = dataclasses.replace(LANE, parked=3)
+    assert estimate.cache_bytes(TINY, parking, 2) == token * (2 * (8 + 5 * 3) + 3 * 8)
+    assert estimate.decode_bytes(TINY, parking, 2) == estimate.decode_bytes(TINY, LANE, 2)
+
+
 def test_a_token_of_qwen3_4b_takes_144_kib_of_cache():
     config = Qwen3Config(**QWEN3["qwen3-4b"])
     assert estimate.cache_bytes(config, Lane(1, 1, 1, 0), 2) == 144 * 1024
 
 
-def test_bytes_of_a_cache_are_those_of_its_arrays():
-    cache = init_cache(TINY, LANE.groups, LANE.candidates, LANE.history, LANE.turn, jnp.bfloat16)
+@pytest.mark.parametrize("parked", [0, 3])
+def test_bytes_of_a_cache_are_those_of_its_arrays(parked):
+    cache = init_cache(TINY, LANE.groups, LANE.candidates, LANE.history, LANE.turn, jnp.bfloat16, parked)
     arrays = cache.history_k, cache.history_v, cache.turn_k, cache.turn_v
-    assert estimate.cache_bytes(TINY, LANE, 2) == sum(x.nbytes for x in arrays)
+    assert estimate.cache_bytes(TINY, dataclasses.replace(LANE, parked=parked), 2) == sum(
+        x.nbytes for x in arrays
+    )
 
 
 # ---------------------------------------------------------------- a workflow

@@ -98,7 +98,7 @@ def evaluate(engine, retriever=None, alive: int = 2, seed: int = 0):
 
 
 def scripted(known: int = 100, groups: int = 2) -> ScriptedEngine:
-    return ScriptedEngine(Knowing(QUESTIONS, known), TOKENS.eos_ids, groups=groups)
+    return ScriptedEngine(Knowing(QUESTIONS, known), TOKENS.eos_ids, slots=groups, parked=0)
 
 
 # ---------------------------------------------------------------- records

@@ -72,6 +72,9 @@ def test_what_stays_beside_a_program_counts(config):
     text = "\n".join(verdict([found], test_plan.make_plan(config), V5E))
     assert "12.00 GB on a device beside 6.00 GB that stay allocated" in text
     assert "1.09 GB too much" in text and "fewer rollout.conversations (now 8)" in text
+    assert "rollout.parked" not in text
+    parking = fit("decode, 8 × 1", 20, lane=Lane(8, 1, 208, 8, parked=4))
+    assert "fewer rollout.parked (now 4)" in advice(parking, test_plan.make_plan(config), V5E)
     assert "bfloat16" not in text, "the engine samples in bfloat16 already"
     assert "more devices (now" not in text
     crowded = fit("decode, 8 × 1", 9, beside=9, lane=Lane(8, 1, 208, 8))

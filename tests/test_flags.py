@@ -363,7 +363,11 @@ def test_every_number_has_a_bound():
         (stage2, {"learn.micro_batch_tokens": 4096}, "must hold one row of the longest bucket, 8192"),
         (stage2, {"team.searcher_tokens": 8192}, "does not fit into a row of team.row_tokens = 8192"),
         (stage2, {"team.leader_turns": 1}, "must be at least 2"),
-        (stage2, {"rollout.conversations": 1}, "config.rollout.conversations = 1: must be at least 2"),
+        (
+            stage2,
+            {"rollout.conversations": 1, "rollout.parked": 0},
+            "config.rollout.parked = 0: must be at least 1: a Leader keeps its cache",
+        ),
         (stage2, {"train.steps": 0}, "a phase with train.kind = reinforce takes at least 1 step"),
         (
             stage2,

@@ -123,3 +123,17 @@ def test_the_cache_stays_where_it_lies(model, program):
     assert_lies(compiled.output_shardings.cache, by_axes, state.cache)
     if program == "decode":  # extending reads no head
         assert_lies(held, layout(params), params)
+
+
+def test_parking_places_are_neither_copied_nor_read_to_decode(model):
+    """The temporaries of the compiled program do not grow with them."""
+    mesh = sharding.local_mesh(1)
+    sampler = Sampler(model, (1,), 4, mesh)
+    params = with_layout(sharding.abstract_params(model), sharding.param_shardings(model, mesh))
+
+    def temporaries(parked: int) -> int:
+        state = sampler.abstract_state(groups=4, candidates=1, history=64, turn=8, parked=parked)
+        compiled = sampler.lower(state, params, rows=2, tokens=8)["decode"].compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(100) <= temporaries(0)

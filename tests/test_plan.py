@@ -140,6 +140,7 @@ def test_programs_of_a_step(real):
         "update: apply",
     ]
     assert found["decode, 2 × 5"].lane == Lane(2, 5, config.team.row_tokens, config.team.answerer_tokens)
+    assert found["decode, 8 × 1"].lane == Lane(8, 1, config.team.row_tokens, 8, parked=4)
     assert (found["decode, 2 × 5"].devices, found["score"].devices) == (4, 8)
     micro = plan.longest_rows(real)
     assert micro.ids.shape == (4, 208) and micro.source.shape == (4, 208)

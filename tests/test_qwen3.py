@@ -36,8 +36,8 @@ class Runner:
         self._extend = jax.jit(functools.partial(apply, method="extend"), donate_argnums=0)
         self.decode = jax.jit(functools.partial(apply, method="decode"), donate_argnums=0)
 
-    def cache(self, candidates: int = C, dtype=jnp.float32) -> KVCache:
-        return init_cache(self.model.config, G, candidates, P, S, dtype)
+    def cache(self, candidates: int = C, dtype=jnp.float32, parked: int = 0) -> KVCache:
+        return init_cache(self.model.config, G, candidates, P, S, dtype, parked)
 
     def full(self, text: np.ndarray) -> np.ndarray:
         """Hidden states [len(text), D] without any cache."""
@@ -46,7 +46,8 @@ class Runner:
     def extend(self, cache: KVCache, chunks: dict[int, np.ndarray]) -> KVCache:
         """Appends one chunk per group, at the one compiled shape; unused rows are padding."""
         ids = np.full((PREFILL_ROWS, PREFILL_TOKENS), 1, np.int32)
-        groups, lengths = np.full(PREFILL_ROWS, G, np.int32), np.full(PREFILL_ROWS, 5, np.int32)
+        padding = len(cache.history_length)
+        groups, lengths = np.full(PREFILL_ROWS, padding, np.int32), np.full(PREFILL_ROWS, 5, np.int32)
         for row, (group, chunk) in enumerate(chunks.items()):
             ids[row, : len(chunk)], groups[row], lengths[row] = chunk, group, len(chunk)
         return self._extend(cache, ids, groups, lengths)
@@ -322,6 +323,32 @@ def test_copied_prefix_continues_like_its_own(runner):
     for group, shared in ((1, 8), (2, 5)):
         expected = runner.full(np.concatenate([text[:shared], own, [9]]))[-1]
         np.testing.assert_allclose(hidden[group, 0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_history_is_parked_and_taken_back_bit_for_bit(runner):
+    """Three groups behind the slots: nothing that decodes reads or writes them."""
+    rng, parked = np.random.default_rng(15), G + 1
+    text, other = random_ids(rng, 12), random_ids(rng, 7)
+    padding = G + 3
+
+    def copy(cache: KVCache, source: int, target: int) -> KVCache:
+        rows = np.array([[source, 0], [target, padding], [12, 3]])
+        return jax.jit(copy_history, donate_argnums=0)(cache, *rows)
+
+    def decode(cache: KVCache) -> tuple[np.ndarray, KVCache]:
+        hidden, cache = runner.decode(cache, np.full((G, C), 9), np.ones((G, C), bool))
+        return np.asarray(hidden), cache
+
+    cache = runner.prefill(runner.cache(parked=3), 2, text)
+    expected, _ = decode(jax.tree.map(jnp.copy, cache))
+    cache = copy(cache, 2, parked)
+    cache = runner.prefill(set_history(cache, np.array([2]), np.array([0])), 2, other)
+    hidden, cache = decode(cache)
+    assert (hidden[2] != expected[2]).any()
+    np.testing.assert_array_equal(cache.history_length, [0, 0, 7, 0, 0, 12, 0])
+    assert not np.asarray(cache.history_k)[:, [G, G + 2]].any()
+    hidden, _ = decode(copy(cache, parked, 1))
+    np.testing.assert_array_equal(hidden[1], expected[2])
 
 
 def test_cut_history_forgets_what_was_behind(runner):

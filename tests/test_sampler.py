@@ -9,7 +9,7 @@ import pytest
 
 from mopd_jax.rollout.sampler import BLOCK, Sampler, SamplerState, draw
 from tests import engines
-from tests.engines import ROLLOUT, keys
+from tests.engines import CANDIDATES, ROLLOUT, keys
 from tests.tiny_qwen3 import packed
 
 VOCABULARIES = (1, 37, BLOCK, 3 * BLOCK - 100)
@@ -99,7 +99,9 @@ def test_not_a_number_stays_one():
 PROMPTS = {0: [5, 9, 13, 2], 2: [7, 7, 21], 3: [30, 4, 18, 60, 99]}
 """By group."""
 ROWS, WIDTH, STEPS = ROLLOUT.prefill_rows, ROLLOUT.prefill_tokens, ROLLOUT.decode_steps
-PADDING = ROLLOUT.conversations
+PADDING = ROLLOUT.conversations + ROLLOUT.parked
+NEVER = 99
+"""More groups than there are: no dispatch ends early."""
 
 
 @pytest.fixture(scope="module")
@@ -144,29 +146,50 @@ def held(state: SamplerState) -> SamplerState:
 
 
 def test_slots_decode_to_their_limits(sampler, state, params):
-    after = held(sampler.decode(start(sampler, state, {0: 2, 3: 7}), params))
+    after = held(sampler.decode(start(sampler, state, {0: 2, 3: 7}), params, NEVER))
     assert after.counts[:, 0].tolist() == [2, 0, 0, 4]
     assert after.active[:, 0].tolist() == [False, False, False, True]
     assert int(after.steps) == STEPS == 4
-    assert after.cache.history_length.tolist() == [3, 0, 2, 4]
+    assert after.cache.history_length.tolist() == [3, 0, 2, 4, 0, 0, 0]
     assert after.cache.turn_length[:, 0].tolist() == [2, 0, 0, 4]
     assert not after.ids[1:3].any() and not after.ids[0, 0, 2:].any()
     assert (after.logps[0, 0, :2] < 0).all() and not after.logps[0, 0, 2:].any()
 
 
 def test_decoding_goes_on_where_it_stopped_and_ends_with_the_last_slot(sampler, state, params):
-    state = sampler.decode(start(sampler, state, {0: 2, 3: 7}), params)
+    state = sampler.decode(start(sampler, state, {0: 2, 3: 7}), params, NEVER)
     first = held(state)
-    after = held(sampler.decode(state, params))
+    after = held(sampler.decode(state, params, NEVER))
     assert int(after.steps) == 7 and after.counts[:, 0].tolist() == [2, 0, 0, 7] and not after.active.any()
     np.testing.assert_array_equal(after.ids[0], first.ids[0])
     np.testing.assert_array_equal(after.ids[3, 0, :4], first.ids[3, 0, :4])
     assert after.inputs[3, 0] == after.ids[3, 0, 6] and after.cache.turn_length[3, 0] == 7
 
 
+def test_a_dispatch_ends_when_enough_slots_have_ended_in_it(sampler, state, params):
+    state = sampler.decode(start(sampler, state, {0: 1, 2: 2, 3: 9}), params, 2)
+    first = held(state)
+    assert int(first.steps) == 2 and first.active[:, 0].tolist() == [False, False, False, True]
+    after = held(sampler.decode(state, params, 1))
+    assert int(after.steps) == 2 + STEPS, "what had ended before does not count"
+
+
+def test_a_group_has_ended_when_all_its_candidates_have(params):
+    sampler, state = engines.fresh_sampler(CANDIDATES)
+    counts = np.zeros((2, CANDIDATES), np.int32)
+    counts[0, 1:] = 1
+    state = state.replace(
+        active=jnp.ones((2, CANDIDATES), bool),
+        counts=jnp.asarray(counts),
+        limits=jnp.array([2, 9], jnp.int32),
+    )
+    after = held(sampler.decode(state, params, 1))
+    assert int(after.steps) == 2 and after.active.any(1).tolist() == [False, True]
+
+
 def test_without_active_slots_nothing_changes(sampler, state, params):
     before = held(state)
-    jax.tree.map(np.testing.assert_array_equal, held(sampler.decode(state, params)), before)
+    jax.tree.map(np.testing.assert_array_equal, held(sampler.decode(state, params, NEVER)), before)
 
 
 def test_padding_rows_touch_nothing(sampler, state):
@@ -179,7 +202,7 @@ def test_padding_rows_touch_nothing(sampler, state):
 
 def test_each_token_is_drawn_with_a_uniform_of_its_own(sampler, state, params):
     """The key is the turn's, the count tells its tokens apart: ids are those of `draw` on the logits."""
-    after = held(sampler.decode(start(sampler, state, {0: 4}), params))
+    after = held(sampler.decode(start(sampler, state, {0: 4}), params, NEVER))
     ids = PROMPTS[0] + after.ids[0, 0, :4].tolist()
     logits = jax.jit(functools.partial(engines.model().apply, method="logits"))(
         {"params": params}, *packed(np.array(ids), length=len(ids))

@@ -34,7 +34,7 @@ def team() -> Config:
     config.team.workflow = Workflow.CASCADE
     config.learn.leader = Objective.NONE
     config.team = replace(config.team, leader_tokens=8, searcher_tokens=8, answerer_tokens=6)
-    config.rollout = replace(config.rollout, conversations=8, requests=2, prefill_rows=4)
+    config.rollout = replace(config.rollout, conversations=8, parked=4, requests=2, prefill_rows=4)
     config.learn = replace(config.learn, row_buckets=(208,), micro_batch_tokens=832, role_gradients_every=2)
     config.checkpoint = CheckpointConfig(every=1)
     return config

@@ -4,6 +4,9 @@ A prompt is written once into the history of a group, whatever the number of its
 candidate decodes into its own turn region. A finished turn of a one-candidate conversation is
 committed to the history, so that the conversation is extended and never recomputed.
 
+Groups 0 … G − 1 are slots: they decode, and hold turns. Groups from G on, Q of them, are parking places:
+a history alone, copied there and back.
+
 A history lies head by head, [K, P, H], as products over it read: from another order XLA on TPU would copy
 the whole cache into this one at the start of every decode. A turn lies token by token, as it is written.
 
@@ -11,7 +14,7 @@ bfloat16 is stored as its bits (uint16): XLA on CPU computes no bfloat16 outside
 convert the whole cache to float32 and back around every gather and scatter.
 
 Lengths say what is valid: nothing past them is ever read, so it is never cleared. Writes that are
-addressed to group G (a padding row) or past the capacity are dropped; keeping `history_length` within
+addressed to group G + Q (a padding row) or past the capacity are dropped; keeping `history_length` within
 P and `turn_length` within S is the caller's part. All functions are pure: jit them with the cache donated.
 """
 
@@ -23,11 +26,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 @flax.struct.dataclass
 class KVCache:
-    """Keys and values of G groups with C candidates, in L layers of K heads of width H."""
+    """Keys and values of G slots of C candidates and Q parking places: L layers of K heads of width H."""
 
-    history_k: jax.Array  # [L, G, K, P, H]; the key at position p has index p
-    history_v: jax.Array  # [L, G, K, P, H]
-    history_length: jax.Array  # int32 [G]
+    history_k: jax.Array  # [L, G + Q, K, P, H]; the key at position p has index p
+    history_v: jax.Array  # [L, G + Q, K, P, H]
+    history_length: jax.Array  # int32 [G + Q]
     turn_k: jax.Array  # [L, G, C, S, K, H]; index s has position history_length + s
     turn_v: jax.Array  # [L, G, C, S, K, H]
     turn_length: jax.Array  # int32 [G, C]
@@ -57,6 +60,12 @@ def load(stored: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return values.astype(dtype)
 
 
+def slot_histories(history: jax.Array, layer: jax.Array, slots: int) -> jax.Array:
+    """Returns one layer of the slots' histories, [G, K, P, H]: one slice, of which XLA copies nothing."""
+    at, (_, _, K, P, H) = (layer, 0, 0, 0, 0), history.shape
+    return jax.lax.dynamic_slice(history, at, (1, slots, K, P, H))[0]
+
+
 def _store(values: jax.Array, like: jax.Array) -> jax.Array:
     if like.dtype == jnp.uint16:
         return jax.lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
@@ -74,27 +83,27 @@ def set_history(cache: KVCache, groups_R: jax.Array, lengths_R: jax.Array) -> KV
 def copy_history(cache: KVCache, source_R: jax.Array, target_R: jax.Array, lengths_R: jax.Array) -> KVCache:
     """Returns the cache in which each target group starts with the first `lengths` tokens of its source.
 
-    Rows are copied in order. Turns of the targets are emptied; target G marks a padding row.
+    Rows are copied in order. Turns of the targets are emptied; target G + Q marks a padding row, and
+    padding rows come last.
     """
-    L, G = cache.history_k.shape[:2]
-    real_R = target_R < G
-    to_R = jnp.where(real_R, target_R, G - 1)
-    from_R = jnp.where(real_R, source_R, G - 1)  # a padding row copies the last group onto itself
+    L, groups = cache.history_k.shape[:2]
+    source_R, target_R = map(jnp.asarray, (source_R, target_R))
+    real = (target_R < groups).sum()
 
     def copy_slice(i, histories):
         row, layer = i // L, i % L
-        return [x.at[layer, to_R[row]].set(x[layer, from_R[row]]) for x in histories]
+        return [x.at[layer, target_R[row]].set(x[layer, source_R[row]]) for x in histories]
 
     # One slice at a time: XLA on TPU copies the whole cache, twice, for one gather of several rows.
     histories = [cache.history_k, cache.history_v]
-    history_k, history_v = jax.lax.fori_loop(0, L * len(target_R), copy_slice, histories)
+    history_k, history_v = jax.lax.fori_loop(0, L * real, copy_slice, histories)
     return set_history(cache.replace(history_k=history_k, history_v=history_v), target_R, lengths_R)
 
 
 def commit_turns(cache: KVCache, groups_R: jax.Array) -> KVCache:
     """Returns the cache with the turns of `groups` moved to the end of their histories.
 
-    Active groups are distinct; group G marks a padding row. Raises ValueError where a group has
+    Active groups are distinct slots; group G + Q marks a padding row. Raises ValueError where a group has
     several candidates.
     """
     L, _, C = cache.turn_k.shape[:3]
@@ -156,20 +165,20 @@ def _write(
     length_R: jax.Array,
     rows_RTKH: jax.Array,
 ) -> jax.Array:
-    """Returns the history [L, G, K, P, H] with the first `length` tokens of each row written from `start` on.
+    """Returns the history [L, G + Q, K, P, H] with the first `length` tokens of each row behind `start`.
 
     One row after the other, as the slice that it is, and in the order in which the cache lies: for a write,
     XLA on TPU would rather bring the whole of it into another order and back.
     """
-    _, G, K, P, H = history.shape
+    _, groups, K, P, H = history.shape
     groups_R, start_R, length_R = map(jnp.asarray, (groups_R, start_R, length_R))
     window = min(rows_RTKH.shape[1], P)
 
     def write_row(r, history):
         first = jnp.minimum(start_R[r], P - window)  # a slice ends inside the capacity
         token = first + jnp.arange(window) - start_R[r]
-        real = (token >= 0) & (token < length_R[r]) & (groups_R[r] < G)
-        at = (layer, jnp.minimum(groups_R[r], G - 1), 0, first, 0)
+        real = (token >= 0) & (token < length_R[r]) & (groups_R[r] < groups)
+        at = (layer, jnp.minimum(groups_R[r], groups - 1), 0, first, 0)
         old = jax.lax.dynamic_slice(history, at, (1, 1, K, window, H))
         new = jnp.take(rows_RTKH[r], token, axis=0, mode="clip").swapaxes(0, 1)
         written = jax.lax.dynamic_update_slice(history, jnp.where(real[:, None], new, old), at)

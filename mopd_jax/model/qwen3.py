@@ -19,7 +19,14 @@ from flax import linen as nn
 
 from mopd_jax.config import Attention
 from mopd_jax.model import attention, splash
-from mopd_jax.model.cache import KVCache, append_history, append_turn, load, stored_dtype
+from mopd_jax.model.cache import (
+    KVCache,
+    append_history,
+    append_turn,
+    load,
+    slot_histories,
+    stored_dtype,
+)
 from mopd_jax.model.sharding import constrain
 from mopd_jax.refusal import Refusal
 
@@ -67,15 +74,22 @@ class Qwen3Config:
 
 
 def init_cache(
-    config: Qwen3Config, groups: int, candidates: int, history: int, turn: int, dtype: jnp.dtype
+    config: Qwen3Config,
+    groups: int,
+    candidates: int,
+    history: int,
+    turn: int,
+    dtype: jnp.dtype,
+    parked: int = 0,
 ) -> KVCache:
-    """Returns an empty cache of `dtype`: `groups` × (`history` tokens + `candidates` × `turn` tokens)."""
+    """Returns an empty cache of `dtype`: `groups` slots of `history` + `candidates` × `turn` tokens, and
+    `parked` places of `history` tokens."""
     L, K, H = config.num_layers, config.num_kv_heads, config.head_dim
-    history_shape, turn_shape = (L, groups, K, history, H), (L, groups, candidates, turn, K, H)
+    history_shape, turn_shape = (L, groups + parked, K, history, H), (L, groups, candidates, turn, K, H)
     return KVCache(
         history_k=jnp.zeros(history_shape, stored_dtype(dtype)),
         history_v=jnp.zeros(history_shape, stored_dtype(dtype)),
-        history_length=jnp.zeros((groups,), jnp.int32),
+        history_length=jnp.zeros((groups + parked,), jnp.int32),
         turn_k=jnp.zeros(turn_shape, stored_dtype(dtype)),
         turn_v=jnp.zeros(turn_shape, stored_dtype(dtype)),
         turn_length=jnp.zeros((groups, candidates), jnp.int32),
@@ -133,17 +147,18 @@ class ExtendContext:
 
 @flax.struct.dataclass
 class DecodeContext:
-    """One token per candidate [G, C]: the group's history and the candidate's own turn."""
+    """One token per candidate [G, C]: the slot's history and the candidate's own turn."""
 
     active: jax.Array  # bool [G, C]
 
     def attend(self, q, k, v, cache, layer):
         cache = append_turn(cache, layer, self.active, k, v)
+        slots = len(self.active)
         out = attention.attend_two_parts(
             q,
-            load(cache.history_k[layer], q.dtype),
-            load(cache.history_v[layer], q.dtype),
-            cache.history_length,
+            load(slot_histories(cache.history_k, layer, slots), q.dtype),
+            load(slot_histories(cache.history_v, layer, slots), q.dtype),
+            cache.history_length[:slots],
             load(cache.turn_k[layer], q.dtype),
             load(cache.turn_v[layer], q.dtype),
             cache.turn_length,
@@ -296,7 +311,7 @@ class Qwen3(nn.Module):
     def extend(self, cache: KVCache, ids_RT: jax.Array, groups_R: jax.Array, lengths_R: jax.Array) -> KVCache:
         """Returns the cache with `ids[r, :lengths[r]]` appended to the history of group `groups[r]`.
 
-        Active groups are distinct; group G marks a padding row, which writes nothing.
+        Active groups are distinct; group G + Q marks a padding row, which writes nothing.
         """
         start_R = cache.history_length.at[groups_R].get(mode="clip")
         positions_RT = start_R[:, None] + jnp.arange(ids_RT.shape[1])
@@ -308,10 +323,10 @@ class Qwen3(nn.Module):
     def decode(self, cache: KVCache, ids_GC: jax.Array, active_GC: jax.Array) -> tuple[jax.Array, KVCache]:
         """Returns hidden states [G, C, D] of one token per candidate, and the cache with it appended.
 
-        The token stands at position history_length + turn_length and sees the group's history and its
+        The token stands at position history_length + turn_length and sees the slot's history and its
         own turn, itself included. Inactive candidates write nothing; their values are finite and meaningless.
         """
-        positions_GC = cache.history_length[:, None] + cache.turn_length
+        positions_GC = cache.history_length[: len(active_GC), None] + cache.turn_length
         hidden, cache = self._run(ids_GC, positions_GC, DecodeContext(active_GC), cache)
         return hidden, cache.replace(turn_length=cache.turn_length + active_GC)
 

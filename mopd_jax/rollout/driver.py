@@ -3,14 +3,17 @@
 import collections
 import hashlib
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 from absl import logging
 
+from mopd_jax.config import RolloutConfig, Workflow
 from mopd_jax.model.tokens import Tokens
 from mopd_jax.retrieval.search import Retriever, SearchError
-from mopd_jax.rollout.engine import Conversation, Engine, Sample, Ticket
+from mopd_jax.rollout.engine import Engine, Sample, Ticket
+from mopd_jax.rollout.places import Conversation
 from mopd_jax.rollout.render import Renderer
 from mopd_jax.team.episode import (
     Episode,
@@ -106,6 +109,12 @@ class _Live:
         self.episode.rows = [self.sessions[s.session][s.candidate].row(s) for s in outcome.sessions]
         self.episode.answers, self.episode.searches = outcome.answers, outcome.searches
 
+    @property
+    def holds(self) -> bool:
+        """Whether it may hold caches of conversations: not any more while several answers are sampled."""
+        request = self.request
+        return request is not None and (isinstance(request, SearchRequest) or request.candidates == 1)
+
     def abort(self) -> None:
         self._generator.close()
         self.request = None
@@ -120,6 +129,66 @@ def sampling_key(seed: int, task: Task, role: Role, session: int, turn: int, can
     return np.frombuffer(digest, np.uint32)
 
 
+class _Searches:
+    """Answers searches on a thread of their own, one batch after the other: what is asked while a batch is
+    out goes into the next."""
+
+    def __init__(self, retriever: Retriever, k: int, thread: Executor):
+        self._retriever, self._k, self._thread = retriever, k, thread
+        self._asked: list[_Live] = []
+        self._out: list[_Live] = []
+        self._found: Future | None = None
+
+    @property
+    def lives(self) -> list[_Live]:
+        """Workflows that wait for documents."""
+        return self._asked + self._out
+
+    def ask(self, live: _Live) -> None:
+        self._asked.append(live)
+
+    def send(self) -> None:
+        """Starts the next batch, unless one is out or nothing was asked."""
+        if self._asked and self._found is None:
+            self._out, self._asked = self._asked, []
+            queries = [live.request.query for live in self._out]
+            self._found = self._thread.submit(self._retriever.search, queries, self._k)
+
+    def take(self, wait: bool) -> list[_Live]:
+        """Hands the documents of the batch that is out to its workflows, once they are there or after a
+        `wait`; returns those that go on with them, and those that a failed search has aborted."""
+        if self._found is None or not (wait or self._found.done()):
+            return []
+        answered, future = self._out, self._found
+        self._out, self._found = [], None
+        try:
+            found = future.result()
+        except SearchError as error:
+            logging.warning("%d workflows aborted: %s", len(answered), error)
+            for live in answered:
+                live.abort()
+            return answered
+        for live, documents in zip(answered, found, strict=True):
+            live.episode.queries += (live.request.query,)
+            live.episode.documents += (documents,)
+            live.resume(documents)
+        return answered
+
+
+def alive_workflows(rollout: RolloutConfig, workflow: Workflow) -> int:
+    """Returns how many workflows may hold caches at once so that none is ever given up for lack of a place.
+
+    A workflow holds the cache of whoever speaks or waits for documents, and in a hierarchy the Leader's
+    beside it: before anybody else speaks the others are released, and an answer request of several
+    candidates holds none. With at most G + Q - 1 of the G + Q groups taken, one is free whenever a
+    conversation needs a slot: either a slot, or a place to park who is idle in one. If all slots speak, it
+    waits, and the first turn to end leaves an idle slot. Without parking places (Q = 0) nobody ever moves,
+    and the last group may be taken too.
+    """
+    groups = rollout.conversations + rollout.parked - (1 if rollout.parked else 0)
+    return max(1, groups // (2 if workflow is Workflow.HIERARCHY else 1))
+
+
 class Driver:
     """Runs workflows to their ends.
 
@@ -129,7 +198,7 @@ class Driver:
       renderer: turns environment messages into ids.
       tokens: decodes sampled turns.
       row_tokens: a turn that might pass this length is not sampled (`Stop.CONTEXT`).
-      alive: workflows in progress at once; each may hold several conversations of the engine.
+      alive: workflows that hold caches of the engine at once, see `alive_workflows`.
       seed: enters every sampling key.
     """
 
@@ -151,21 +220,25 @@ class Driver:
     def run(self, workflow: WorkflowFactory, tasks: Sequence[Task]) -> list[Episode]:
         """Runs `workflow` on every task; returns the episodes in the tasks' order.
 
-        A workflow whose search fails for good comes back with `aborted` set and no rows.
+        A workflow whose search fails for good comes back with `aborted` set and no rows. When a search is
+        answered does not change what is sampled.
         """
         lives = [_Live(task, workflow(task.question.text)) for task in tasks]
         pending = collections.deque(lives)
         sampling: dict[int, _Live] = {}
-        searching: list[_Live] = []
-        while pending or sampling or searching:
-            ready = self._search(searching) + self._sample(sampling)
-            searching = []
-            room = self._alive - len(sampling) - sum(live.request is not None for live in ready)
-            ready += [pending.popleft() for _ in range(min(room, len(pending)))]
-            for live in ready:
-                self._submit(live, sampling)
-                if isinstance(live.request, SearchRequest):
-                    searching.append(live)
+        with ThreadPoolExecutor(1) as thread:
+            searches = _Searches(self.retriever, self._k, thread)
+            while pending or sampling or searches.lives:
+                ready = self._sample(sampling)
+                ready += searches.take(wait=not (sampling or ready))
+                holding = sum(live.holds for live in (*sampling.values(), *searches.lives, *ready))
+                room = max(0, self._alive - holding)
+                ready += [pending.popleft() for _ in range(min(room, len(pending)))]
+                for live in ready:
+                    self._submit(live, sampling)
+                    if isinstance(live.request, SearchRequest):
+                        searches.ask(live)
+                searches.send()
         return [live.episode for live in lives]
 
     def _submit(self, live: _Live, sampling: dict[int, _Live]) -> None:
@@ -236,21 +309,3 @@ class Driver:
 
     def _text(self, sample: Sample) -> str:
         return self._tokens.decode(sample.ids[:-1] if sample.stop is Stop.END else sample.ids)
-
-    def _search(self, searching: list[_Live]) -> list[_Live]:
-        """Answers all waiting searches in one batch; returns their workflows, aborted ones included."""
-        if not searching:
-            return []
-        queries = [live.request.query for live in searching]
-        try:
-            found = self.retriever.search(queries, self._k)
-        except SearchError as error:
-            logging.warning("%d workflows aborted: %s", len(searching), error)
-            for live in searching:
-                live.abort()
-            return searching
-        for live, query, documents in zip(searching, queries, found, strict=True):
-            live.episode.queries += (query,)
-            live.episode.documents += (documents,)
-            live.resume(documents)
-        return searching

@@ -2,13 +2,15 @@
 
 Two lanes: one-candidate groups for conversations, which keep their cache between turns, and
 C-candidate groups for answer requests. At fixed lane sizes the sampled ids and log-probabilities
-depend only on prompt, key and weights, not on the slot, its neighbours or the order of requests.
+depend only on prompt, key and weights, not on the slot, its neighbours or the order of requests, and
+neither on whether a conversation was parked in between. (One that lost its cache for lack of a place is
+prefilled again, and the same up to rounding.)
 
-Shape letters: G cache groups, C candidates per group, S turn capacity, R prefill rows.
+Shape letters: G slots, Q parking places, C candidates per group, S turn capacity, R prefill rows.
 """
 
-import collections
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -18,18 +20,12 @@ from jax.stages import Lowered
 from mopd_jax.config import RolloutConfig, TeamConfig
 from mopd_jax.model import sharding
 from mopd_jax.model.qwen3 import Qwen3
+from mopd_jax.rollout.places import Conversation, Moves, Places
 from mopd_jax.rollout.sampler import Sampler, SamplerState
 from mopd_jax.team.episode import Stop
 
-
-@dataclass
-class Conversation:
-    """A growing list of token ids, owned by the caller, and the place of its cache, kept by the engine."""
-
-    ids: list[int] = field(default_factory=list)
-    """Prompt and sampled ids so far; append-only."""
-    group: int | None = None
-    """Group of the conversation lane that holds the cache, or None."""
+REFILL = 8
+"""A dispatch ends when one in so many of the decoding groups has ended: others take their slots [D]."""
 
 
 @dataclass(frozen=True)
@@ -65,36 +61,47 @@ class Usage:
     """Prompt tokens computed."""
     reused: int = 0
     """Prompt tokens taken from a cache."""
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common prefix of two id arrays."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n
+    evicted: int = 0
+    """Caches given up for lack of a parking place: their conversations were prefilled again."""
 
 
 class _Lane:
-    """G groups of one width C with their queue."""
+    """G slots of one width C, Q parking places, and the queue before them."""
 
     def __init__(
-        self, sampler: Sampler, groups: int, candidates: int, row: int, turn: int, rollout: RolloutConfig
+        self,
+        sampler: Sampler,
+        rollout: RolloutConfig,
+        *,
+        groups: int,
+        candidates: int,
+        row: int,
+        turn: int,
+        parked: int = 0,
     ):
         self._sampler, self._rollout = sampler, rollout
         self._groups, self._candidates, self._row, self._turn = groups, candidates, row, turn
+        self._parked = parked
+        self._places = Places(groups, parked, row)
         self._state: SamplerState | None = None
-        self._queue: collections.deque[Ticket] = collections.deque()
+        self._steps = 0
+        """Decode steps of the state so far."""
+        self._queue: list[Ticket] = []
         self._running: dict[int, Ticket] = {}
-        self._free = collections.deque(range(groups))
-        self._cached = [0] * groups
-        """Tokens in each group's history, a finished turn that waits for its commit included."""
-        self._openings = [np.zeros(0, np.int32)] * groups
-        """First prompt of each group's last conversation. Its cache came from prefill alone, so others
-        may take over a common part without changing a bit of their own result."""
 
     @property
     def busy(self) -> bool:
         return bool(self._queue or self._running)
+
+    @property
+    def full(self) -> bool:
+        """Whether there is work for every slot."""
+        return len(self._queue) + len(self._running) >= self._groups
+
+    @property
+    def held(self) -> bool:
+        """Whether a conversation holds a cache."""
+        return self._places.held
 
     def submit(self, ticket: Ticket) -> None:
         prompt = len(ticket.conversation.ids)
@@ -103,28 +110,27 @@ class _Lane:
                 f"A prompt of {prompt} tokens and a turn of up to {ticket.max_tokens} were submitted; a row "
                 f"holds {self._row} tokens, a turn {self._turn}: shorten them or raise the team's limits."
             )
+        self._places.ask(ticket.conversation)
         self._queue.append(ticket)
 
-    def release(self, group: int) -> None:
-        """Frees a group. Its history serves prefix reuse until the group is taken again."""
-        self._free.append(group)
-
-    @property
-    def held(self) -> bool:
-        """Whether a conversation owns a group."""
-        return len(self._free) < self._groups
+    def release(self, conversation: Conversation) -> None:
+        self._places.release(conversation)
 
     def open(self) -> None:
         """Allocates empty caches."""
-        self._state = self._sampler.init(self._groups, self._candidates, self._row, self._turn)
+        self._state, self._steps = self._sampler.init(*self._sizes), 0
 
     def close(self) -> None:
         """Frees the caches, and forgets what could have been reused of them."""
         self._state = None
-        self._openings = [np.zeros(0, np.int32)] * self._groups
+        self._places.forget()
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return self._groups, self._candidates, self._row, self._turn, self._parked
 
     def abstract_state(self) -> SamplerState:
-        return self._sampler.abstract_state(self._groups, self._candidates, self._row, self._turn)
+        return self._sampler.abstract_state(*self._sizes)
 
     def lower(self, params) -> dict[str, Lowered]:
         rows, tokens = self._rollout.prefill_rows, self._rollout.prefill_tokens
@@ -134,77 +140,55 @@ class _Lane:
         """Admits what fits, decodes one dispatch; returns the finished tickets with their samples."""
         while self._queue and (admitted := self._admit(usage)):
             self._prefill(params, admitted, usage)
+            self._start(admitted)
             self._running |= admitted
         if not self._running:
             return []
-        before = int(self._state.steps)
-        self._state = self._sampler.decode(self._state, params)
-        usage.slot_steps += (int(self._state.steps) - before) * self._groups * self._candidates
+        enough = max(1, len(self._running) // REFILL)
+        self._state = self._sampler.decode(self._state, params, enough)
         return self._collect(usage)
 
     def _admit(self, usage: Usage) -> dict[int, Ticket]:
-        """Takes up to R tickets for which there is a group and brings the histories to what is cached.
-
-        A conversation that holds its group never waits behind one that has none. A prompt that shares
-        more with one admitted in this round than with any resident group waits for the next round: then
-        the shared part is computed once.
-        """
+        """Seats up to R tickets, by slot, and brings the histories to what is cached. The others wait in
+        their order; who can be seated does not wait behind who cannot."""
         admitted: dict[int, Ticket] = {}
-        commits, takes, waiting = [], [], []
-        while self._queue and len(admitted) < self._rollout.prefill_rows:
-            ticket = self._queue.popleft()
-            group = ticket.conversation.group
-            if group is not None:
-                commits.append(group)
-            elif take := self._take(ticket, admitted):
-                takes.append(take)
-                _, group, _ = take
-            else:
+        moves, waiting = Moves(), []
+        for ticket in self._queue:
+            free_row = len(admitted) < self._rollout.prefill_rows
+            slot = self._places.seat(ticket.conversation, moves) if free_row else None
+            if slot is None:
                 waiting.append(ticket)
-                continue
-            usage.reused += self._cached[group]
-            admitted[group] = ticket
-        self._queue.extendleft(reversed(waiting))
-        self._reset_histories(commits, takes)
+            else:
+                admitted[slot] = ticket
+        self._queue = waiting
+        self._carry_out(moves)
+        usage.reused += sum(map(self._places.cached, admitted))
+        usage.evicted += moves.evicted
         return admitted
 
-    def _best_source(self, prompt: np.ndarray, admitted: dict[int, Ticket]) -> tuple[int, int]:
-        """Returns the resident group that shares the longest prefix with `prompt`, and its length."""
-        lengths = [
-            0 if g in admitted else _common(opening, prompt) for g, opening in enumerate(self._openings)
-        ]
-        source = int(np.argmax(lengths))
-        return source, lengths[source]
-
-    def _take(self, ticket: Ticket, admitted: dict[int, Ticket]) -> tuple[int, int, int] | None:
-        """Claims a free group for a new prompt: the source itself if it is free, else the one longest free.
-
-        Returns (source, group, length of what they share), or None if the prompt has to wait.
-        """
-        if not self._free:
-            return None
-        prompt = np.asarray(ticket.conversation.ids[:-1], np.int32)
-        source, shared = self._best_source(prompt, admitted)
-        if any(_common(self._openings[g], prompt) > shared for g in admitted):
-            return None
-        group = source if shared and source in self._free else self._free[0]
-        self._free.remove(group)
-        self._cached[group], self._openings[group] = shared, prompt
-        return source, group, shared
-
-    def _reset_histories(self, commits: list[int], takes: list[tuple[int, int, int]]) -> None:
-        if commits:
-            self._state = self._sampler.commit(self._state, self._rows(commits, self._groups))
-        if copies := [take for take in takes if take[2] and take[0] != take[1]]:
+    def _carry_out(self, moves: Moves) -> None:
+        for groups in self._calls(moves.commits):
+            self._state = self._sampler.commit(self._state, self._rows(groups, self._padding))
+        for copies in self._calls(moves.copies):
             sources, targets, lengths = (
-                self._rows(column, self._groups) for column in zip(*copies, strict=True)
+                self._rows(column, self._padding) for column in zip(*copies, strict=True)
             )
             self._state = self._sampler.copy(self._state, sources, targets, lengths)
-        if takes:
-            _, targets, lengths = zip(*takes, strict=True)
+        for opened in self._calls(moves.opened.items()):
+            slots, lengths = zip(*opened, strict=True)
             self._state = self._sampler.rewind(
-                self._state, self._rows(targets, self._groups), self._rows(lengths, 0)
+                self._state, self._rows(slots, self._padding), self._rows(lengths, 0)
             )
+
+    @property
+    def _padding(self) -> int:
+        """The group of a row that touches nothing."""
+        return self._groups + self._parked
+
+    def _calls(self, values: Iterable) -> list[list]:
+        """Cuts into lists of up to R, one per call of a program."""
+        values, rows = list(values), self._rollout.prefill_rows
+        return [values[start : start + rows] for start in range(0, len(values), rows)]
 
     def _rows(self, values, padding: int) -> np.ndarray:
         """Returns int32 [R]: `values`, then padding."""
@@ -213,25 +197,28 @@ class _Lane:
         return rows
 
     def _prefill(self, params, admitted: dict[int, Ticket], usage: Usage) -> None:
-        """Computes the uncached part of every prompt but its last token, then makes the slots ready."""
+        """Computes the uncached part of every prompt but its last token."""
         width = self._rollout.prefill_tokens
-        rest = {g: t.conversation.ids[self._cached[g] : -1] for g, t in admitted.items()}
+        rest = {slot: t.conversation.ids[self._places.cached(slot) : -1] for slot, t in admitted.items()}
         usage.prefilled += sum(map(len, rest.values()))
-        while rest := {g: ids for g, ids in rest.items() if ids}:
+        while rest := {slot: ids for slot, ids in rest.items() if ids}:
             ids = np.zeros((self._rollout.prefill_rows, width), np.int32)
             for row, tokens in zip(ids, rest.values(), strict=False):
                 row[: len(tokens[:width])] = tokens[:width]
             lengths = self._rows([len(tokens[:width]) for tokens in rest.values()], 0)
             self._state = self._sampler.extend(
-                self._state, params, ids, self._rows(list(rest), self._groups), lengths
+                self._state, params, ids, self._rows(list(rest), self._padding), lengths
             )
-            rest = {g: tokens[width:] for g, tokens in rest.items()}
+            rest = {slot: tokens[width:] for slot, tokens in rest.items()}
+
+    def _start(self, admitted: dict[int, Ticket]) -> None:
+        """Makes the slots ready to decode from the last tokens of their prompts."""
         tickets = admitted.values()
         keys = np.zeros((self._rollout.prefill_rows, self._candidates, 2), np.uint32)
         keys[: len(tickets)] = [t.keys for t in tickets]
         self._state = self._sampler.start(
             self._state,
-            self._rows(list(admitted), self._groups),
+            self._rows(list(admitted), self._padding),
             self._rows([t.conversation.ids[-1] for t in tickets], 0),
             keys,
             self._rows([t.max_tokens for t in tickets], 0),
@@ -239,21 +226,18 @@ class _Lane:
 
     def _collect(self, usage: Usage) -> list[tuple[Ticket, list[Sample]]]:
         """Takes the groups out of which every candidate has stopped."""
-        active, counts = jax.device_get((self._state.active, self._state.counts))
-        done = [g for g in self._running if not active[g].any()]
-        if not done:
-            return []
-        ids, logps = jax.device_get((self._state.ids, self._state.logps))
+        state = self._state
+        active, counts, ids, logps, steps = jax.device_get(
+            (state.active, state.counts, state.ids, state.logps, state.steps)
+        )
+        usage.slot_steps += int(steps - self._steps) * active.size
+        self._steps = steps
         finished = []
-        for group in done:
-            ticket = self._running.pop(group)
-            samples = [
-                self._sample(ids[group, c], logps[group, c], counts[group, c])
-                for c in range(self._candidates)
-            ]
+        for slot in [slot for slot in self._running if not active[slot].any()]:
+            ticket = self._running.pop(slot)
+            samples = [self._sample(*turn) for turn in zip(ids[slot], logps[slot], counts[slot], strict=True)]
             usage.decoded += sum(len(s.ids) for s in samples)
-            self._cached[group] = len(ticket.conversation.ids) - 1 + len(samples[0].ids)
-            ticket.conversation.group = group
+            self._places.finish(slot, len(ticket.conversation.ids) - 1 + len(samples[0].ids))
             finished.append((ticket, samples))
         return finished
 
@@ -286,10 +270,24 @@ class Engine:
     ):
         sampler = Sampler(model, eos_ids, rollout.decode_steps, mesh)
         turn = max(team.leader_tokens, team.searcher_tokens, team.answerer_tokens)
-        self._lanes = {1: _Lane(sampler, rollout.conversations, 1, team.row_tokens, turn, rollout)}
+        conversations = _Lane(
+            sampler,
+            rollout,
+            groups=rollout.conversations,
+            candidates=1,
+            row=team.row_tokens,
+            turn=turn,
+            parked=rollout.parked,
+        )
+        self._lanes = {1: conversations}
         if candidates > 1:
             self._lanes[candidates] = _Lane(
-                sampler, rollout.requests, candidates, team.row_tokens, team.answerer_tokens, rollout
+                sampler,
+                rollout,
+                groups=rollout.requests,
+                candidates=candidates,
+                row=team.row_tokens,
+                turn=team.answerer_tokens,
             )
         self._model, self._shardings = model, sharding.param_shardings(model, mesh)
         self._cast = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(model.config.dtype), tree))
@@ -365,25 +363,23 @@ class Engine:
         self._lanes[len(ticket.keys)].submit(ticket)
 
     def step(self) -> list[tuple[Ticket, list[Sample]]]:
-        """Runs one dispatch of every lane; returns the turns that finished. The caller appends the
-        sampled ids to the conversation. An answer request with several candidates is released at once."""
-        finished = []
-        for candidates, lane in self._lanes.items():
-            turns = lane.step(self._params, self._usage)
-            if candidates > 1:
-                for ticket, _ in turns:
-                    self._release(ticket.conversation, lane)
-            finished += turns
+        """Runs one dispatch of the conversations, and one of the answer requests if there is one for every
+        slot or nothing else to do: they end their workflows, so nobody waits for them. Returns the turns that
+        finished. The caller appends the sampled ids to the conversation. An answer request with several
+        candidates is released at once."""
+        conversations, *answers = self._lanes.values()
+        finished = conversations.step(self._params, self._usage)
+        for lane in answers:
+            if lane.full or not conversations.busy:
+                answered = lane.step(self._params, self._usage)
+                for ticket, _ in answered:
+                    lane.release(ticket.conversation)
+                finished += answered
         return finished
 
     def release(self, conversation: Conversation) -> None:
         """Gives back the cache of a conversation that has ended; nothing happens if it holds none."""
-        self._release(conversation, self._lanes[1])
-
-    def _release(self, conversation: Conversation, lane: _Lane) -> None:
-        if conversation.group is not None:
-            lane.release(conversation.group)
-            conversation.group = None
+        self._lanes[1].release(conversation)
 
     def take_usage(self) -> Usage:
         """Returns what was done since the last call, and starts counting anew."""

@@ -1,7 +1,7 @@
 """Jitted prefill and decode: state → state, donated.
 
-Shape letters: G cache groups, C candidates per group, S turn capacity, P history capacity,
-R prefill rows, T tokens of one prefill call, V vocabulary, L layers.
+Shape letters: G cache groups that decode, the slots, Q parking places, C candidates per group, S turn
+capacity, P history capacity, R prefill rows, T tokens of one prefill call, V vocabulary, L layers.
 
 A group holds one prompt; its C candidates share the prompt's keys and values and differ in their
 private turn. The last prompt token is not prefilled: it is the first decode input, so that every
@@ -48,12 +48,13 @@ class SamplerState:
 
 
 def init_state(
-    config: qwen3.Qwen3Config, groups: int, candidates: int, history: int, turn: int
+    config: qwen3.Qwen3Config, groups: int, candidates: int, history: int, turn: int, parked: int
 ) -> SamplerState:
-    """Returns an empty lane: G groups of C candidates, P = history, S = turn, in the config's dtype."""
+    """Returns an empty lane: G groups of C candidates, P = history, S = turn, Q = parked, in the config's
+    dtype."""
     slots = (groups, candidates)
     return SamplerState(
-        cache=qwen3.init_cache(config, groups, candidates, history, turn, config.dtype),
+        cache=qwen3.init_cache(config, groups, candidates, history, turn, config.dtype, parked),
         inputs=jnp.zeros(slots, jnp.int32),
         keys=jnp.zeros((*slots, 2), jnp.uint32),
         counts=jnp.zeros(slots, jnp.int32),
@@ -157,8 +158,8 @@ def _rewind(state: SamplerState, groups_R, lengths_R) -> SamplerState:
 class Sampler:
     """The compiled programs of the lanes. Holds no state and no weights.
 
-    Every method takes a `SamplerState`, donates it and returns the next; group indices equal to G
-    are padding and touch nothing.
+    Every method takes a `SamplerState`, donates it and returns the next; group indices equal to G + Q
+    are padding, come last and touch nothing.
     """
 
     def __init__(self, model: Qwen3, eos_ids: tuple[int, ...], decode_steps: int, mesh: Mesh):
@@ -168,12 +169,12 @@ class Sampler:
         self._extend, self._decode = jit(self._extend_fn), jit(self._decode_fn)
         self._start, self._commit, self._copy, self._rewind = map(jit, (_start, _commit, _copy, _rewind))
         self._layout = self._state_shardings()
-        self._init = jax.jit(init_state, static_argnums=range(5), out_shardings=self._layout)
+        self._init = jax.jit(init_state, static_argnums=range(6), out_shardings=self._layout)
 
     def _state_shardings(self) -> SamplerState:
         whole = sharding.replicated(self._mesh)
         layout = jax.tree.map(
-            lambda _: whole, jax.eval_shape(lambda: init_state(self._model.config, 1, 1, 1, 1))
+            lambda _: whole, jax.eval_shape(lambda: init_state(self._model.config, 1, 1, 1, 1, 0))
         )
         by_axes = jax.tree.map(
             lambda axes: NamedSharding(self._mesh, sharding.spec(axes)),
@@ -182,13 +183,16 @@ class Sampler:
         )
         return layout.replace(cache=by_axes)
 
-    def init(self, groups: int, candidates: int, history: int, turn: int) -> SamplerState:
-        """Returns an empty lane on the mesh: G groups of C candidates, P = history, S = turn."""
-        return self._init(self._model.config, groups, candidates, history, turn)
+    def init(self, groups: int, candidates: int, history: int, turn: int, parked: int = 0) -> SamplerState:
+        """Returns an empty lane on the mesh, see `init_state`."""
+        return self._init(self._model.config, groups, candidates, history, turn, parked)
 
-    def abstract_state(self, groups: int, candidates: int, history: int, turn: int) -> SamplerState:
+    def abstract_state(
+        self, groups: int, candidates: int, history: int, turn: int, parked: int = 0
+    ) -> SamplerState:
         """Returns the shapes and the layout of what `init` returns, without allocating it."""
-        shapes = jax.eval_shape(lambda: init_state(self._model.config, groups, candidates, history, turn))
+        sizes = (groups, candidates, history, turn, parked)
+        shapes = jax.eval_shape(lambda: init_state(self._model.config, *sizes))
         return sharding.laid_out(shapes, self._layout)
 
     def lower(self, state: SamplerState, params, rows: int, tokens: int) -> dict[str, Lowered]:
@@ -205,7 +209,7 @@ class Sampler:
         with sharding.on_mesh(self._mesh):
             programs = {
                 "prefill": self._extend.lower(state, params, ids_RT, values_R, values_R),
-                "decode": self._decode.lower(state, params),
+                "decode": self._decode.lower(state, params, 1),
             }
         programs["copy"] = self._copy.lower(state, values_R, values_R, values_R)
         if state.inputs.shape[1] == 1:
@@ -218,14 +222,18 @@ class Sampler:
         )
         return state.replace(cache=grown)
 
-    def _decode_fn(self, state, params):
+    def _decode_fn(self, state, params, enough):
+        decoding_G = state.active.any(-1)
+
         def step(carry):
             state, i = carry
             return _decode_step(self._model, self.eos_ids, params, state), i + 1
 
         def more(carry):
             state, i = carry
-            return (i < self._steps) & state.active.any()
+            left_G = state.active.any(-1)
+            ended = (decoding_G & ~left_G).sum()
+            return (i < self._steps) & left_G.any() & (ended < enough)
 
         return jax.lax.while_loop(more, step, (state, 0))[0]
 
@@ -238,10 +246,13 @@ class Sampler:
         """Makes all candidates of `groups` ready to decode from the last prompt token `inputs`."""
         return self._start(state, groups_R, inputs_R, keys_RC2, limits_R)
 
-    def decode(self, state: SamplerState, params) -> SamplerState:
-        """Samples up to `decode_steps` tokens in every active slot; stops early when none is active."""
+    def decode(self, state: SamplerState, params, enough: int) -> SamplerState:
+        """Samples up to `decode_steps` tokens in every active slot.
+
+        Stops early when none is active, and when `enough` groups have ended: out of them all candidates.
+        """
         with sharding.on_mesh(self._mesh):
-            return self._decode(state, params)
+            return self._decode(state, params, enough)
 
     def copy(self, state: SamplerState, sources_R, groups_R, lengths_R) -> SamplerState:
         """Copies the first `lengths` tokens of the sources' histories into `groups`."""

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
-from mopd_jax.config import Chain, Config, Kind, Workflow, phases
+from mopd_jax.config import Chain, Config, Kind, phases
 from mopd_jax.learn.packing import micro_batch_rows
 from mopd_jax.model import sharding
 from mopd_jax.published import CHIPS, Chip
+from mopd_jax.rollout.driver import alive_workflows
 from mopd_jax.run.estimate import (
     PROMPT_TOKENS,
     USED,
@@ -82,13 +83,15 @@ def _shapes(plan: Plan) -> Iterator[str]:
     if plan.engine:
         rollout = plan.config.rollout
         for lane in lanes(plan.engine).values():
+            parked = f"; {lane.parked} parking places" if lane.parked else ""
             yield (
                 f"cache   {lane.groups} groups of {lane.history:,} tokens, "
-                f"each with {lane.candidates} × {lane.turn:,} of its own turn"
+                f"each with {lane.candidates} × {lane.turn:,} of its own turn{parked}"
             )
         yield (
             f"engine  {plan.config.mesh.rollout_tensor} devices of each process; prefill "
-            f"{rollout.prefill_rows} × {rollout.prefill_tokens:,}, decode {rollout.decode_steps} per dispatch"
+            f"{rollout.prefill_rows} × {rollout.prefill_tokens:,}, decode up to {rollout.decode_steps} "
+            "per dispatch"
         )
 
 
@@ -157,11 +160,11 @@ def _sampling_seconds(plan: Plan, chip: Chip, workflows: int) -> dict[str, float
     prompts = (
         sum(r.count * (r.length - r.generated) for r in rows.values()) + answer.length - answer.generated
     )
-    # A Leader waits while its Searcher works: one of two conversations decodes.
-    alive = capacities[1].groups / (2 if team.workflow is Workflow.HIERARCHY else 1)
+    # One conversation of a workflow decodes at a time.
+    speaking = min(capacities[1].groups, alive_workflows(plan.config.rollout, team.workflow))
     turns = sum(r.count * r.generated for r in rows.values())
     steps = [
-        (capacities[1], max(1, each / alive) * turns),
+        (capacities[1], max(1, each / speaking) * turns),
         (capacities[candidates], max(1, each / capacities[candidates].groups) * answer.generated),
     ]
     read = sum(count * decode_bytes(model, lane, plan.cache_itemsize) for lane, count in steps)

@@ -102,12 +102,13 @@ def update_work(c: Qwen3Config, rows: Rows) -> Work:
 
 @dataclass(frozen=True)
 class Lane:
-    """Capacities of a cache: G groups of one history and C turns."""
+    """Capacities of a cache: G groups of one history and C turns, and Q parking places of a history."""
 
     groups: int
     candidates: int
     history: int
     turn: int
+    parked: int = 0
 
     @property
     def slots(self) -> int:
@@ -131,6 +132,10 @@ def decode_work(c: Qwen3Config, lane: Lane) -> Work:
 
 def cache_bytes(c: Qwen3Config, lane: Lane, itemsize: int) -> int:
     """Returns the bytes of keys and values: a group's history is held once for all its candidates."""
+    return _slot_bytes(c, lane, itemsize) + _token_bytes(c, itemsize) * lane.parked * lane.history
+
+
+def _slot_bytes(c: Qwen3Config, lane: Lane, itemsize: int) -> int:
     return _token_bytes(c, itemsize) * lane.groups * (lane.history + lane.candidates * lane.turn)
 
 
@@ -140,8 +145,9 @@ def copied_cache_bytes(c: Qwen3Config, lane: Lane, itemsize: int) -> int:
 
 
 def decode_bytes(c: Qwen3Config, lane: Lane, itemsize: int) -> int:
-    """Returns the bytes that one step over a full cache has to read: every weight and the cache, once."""
-    return itemsize * (layer_weights(c) + head_weights(c)) + cache_bytes(c, lane, itemsize)
+    """Returns the bytes that one step over a full cache has to read: every weight and what is not parked,
+    once."""
+    return itemsize * (layer_weights(c) + head_weights(c)) + _slot_bytes(c, lane, itemsize)
 
 
 def _token_bytes(c: Qwen3Config, itemsize: int) -> int:

@@ -138,10 +138,11 @@ def advice(fit: Fit, plan: Plan, chip: Chip) -> tuple[str, ...]:
 
 def _sampling_changes(fit: Fit, plan: Plan, chip: Chip) -> dict[str, bool]:
     lane, tensor = fit.program.lane, fit.program.devices
-    groups = "rollout.conversations" if lane.candidates == 1 else "rollout.requests"
+    groups, parked = "rollout.conversations" if lane.candidates == 1 else "rollout.requests", lane.parked
     return {
         "model.rollout = bfloat16": plan.config.model.rollout is Precision.FLOAT32,
         f"fewer {groups} (now {lane.groups})": True,
+        f"fewer rollout.parked (now {parked})": parked > 0,
         "a shorter team.row_tokens": True,
         f"a larger mesh.rollout_tensor (now {tensor}), if a host has more devices": True,
         f"more devices (now {plan.mesh.size}), which hold less of the weights and moments each": (

@@ -40,7 +40,7 @@ from mopd_jax.retrieval.bm25 import BM25Search
 from mopd_jax.retrieval.http import HTTPSearch
 from mopd_jax.retrieval.miniature import MiniatureSearch
 from mopd_jax.retrieval.search import Retriever
-from mopd_jax.rollout.driver import Driver, WorkflowFactory
+from mopd_jax.rollout.driver import Driver, WorkflowFactory, alive_workflows
 from mopd_jax.rollout.engine import Engine
 from mopd_jax.rollout.render import Renderer
 from mopd_jax.run import hosts, weights
@@ -328,7 +328,7 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
     Raises:
       Refusal: rows are longer than the model's positions, or too short for a role's first turn.
     """
-    team, rollout = config.team, config.rollout
+    team = config.team
     tokens, model = policy.tokens, policy.model
     if team.row_tokens > model.config.max_position_embeddings:
         raise Refusal(
@@ -346,8 +346,7 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
         tokens,
         k=config.retrieval.k,
         row_tokens=team.row_tokens,
-        # A Leader's conversation stays in its slot while a Searcher works for it.
-        alive=max(1, rollout.conversations // (2 if team.workflow is Workflow.HIERARCHY else 1)),
+        alive=alive_workflows(config.rollout, team.workflow),
         seed=config.run.seed,
     )
     return Team(engine, driver, mesh)

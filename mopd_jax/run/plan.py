@@ -213,7 +213,8 @@ def lanes(engine: Engine) -> dict[int, Lane]:
 
 def _capacities(state: SamplerState) -> Lane:
     groups, candidates = state.inputs.shape
-    return Lane(groups, candidates, state.cache.history_k.shape[3], state.cache.turn_k.shape[3])
+    _, places, _, history, _ = state.cache.history_k.shape
+    return Lane(groups, candidates, history, state.cache.turn_k.shape[3], parked=places - groups)
 
 
 def longest_rows(plan: Plan) -> Packed:

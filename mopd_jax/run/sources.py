@@ -179,6 +179,7 @@ class Reinforcement:
             "engine/prefilled": total["prefilled"],
             "engine/reused": total["reused"],
             "engine/decoded": total["decoded"],
+            "engine/evicted": total["evicted"],
         }
 
 
