@@ -45,6 +45,7 @@ LAPTOP = (
     "--config.team.searcher_tokens=96",
     "--config.team.answerer_tokens=32",
     "--config.rollout.conversations=16",
+    "--config.rollout.parked=16",
     "--config.rollout.requests=4",
     "--config.rollout.prefill_tokens=128",
     "--config.learn.row_buckets=(768,1024,1536)",
