@@ -51,7 +51,7 @@ def base() -> Config:
             row_tokens=208,
         ),
         rollout=RolloutConfig(
-            conversations=64, requests=16, prefill_rows=16, prefill_tokens=48, decode_steps=8
+            conversations=32, parked=40, requests=8, prefill_rows=4, prefill_tokens=24, decode_steps=8
         ),
         learn=LearnConfig(
             row_buckets=(64, 160, 208), micro_batch_tokens=1024, logit_chunk=1024, role_gradients_every=20
@@ -107,7 +107,6 @@ def evaluation(init: str, workflow: Workflow) -> Config:
     config.model = ModelConfig(init=init)
     config.team = replace(config.team, workflow=workflow)
     config.eval = EvalConfig(questions=300, attempts=4)
-    config.rollout = replace(config.rollout, conversations=128)
     return config
 
 
