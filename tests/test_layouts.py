@@ -112,9 +112,10 @@ def test_the_cache_stays_where_it_lies(model, program):
     sampler = Sampler(model, (1,), 4, local)
     state = sampler.init(groups=4, candidates=2, history=24, turn=8)
     params = with_layout(sharding.abstract_params(model), sharding.param_shardings(model, local))
-    prompt = [np.zeros(shape, np.int32) for shape in ((3, 5), (3,), (3,))] if program == "extend" else []
+    prompt = [np.zeros(shape, np.int32) for shape in ((3, 5), (3,), (3,))]
+    arguments = {"decode": [1], "extend": prompt}[program]
     with sharding.on_mesh(local):
-        compiled = getattr(sampler, f"_{program}").lower(state, params, *prompt).compile()
+        compiled = getattr(sampler, f"_{program}").lower(state, params, *arguments).compile()
     by_axes = jax.tree.map(
         lambda axes: NamedSharding(local, sharding.spec(axes)), CACHE_AXES, is_leaf=lambda x: type(x) is tuple
     )

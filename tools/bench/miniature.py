@@ -10,7 +10,6 @@ import jax
 
 from configs.mini import stage2
 from mopd_jax.config import Config, ModelConfig, Precision
-from mopd_jax.data.questions import QuestionSource
 from mopd_jax.learn.learner import Learner
 from mopd_jax.model import sharding
 from mopd_jax.rollout.driver import Task
@@ -35,8 +34,7 @@ def training(policy: Path, scale: Scale, precision: Precision) -> Config:
 
 def tasks(config: Config, step: int) -> list[Task]:
     """Returns the workflows of a step."""
-    source = QuestionSource(parts.load_questions(config.data.train, "train", config), config.run.seed)
-    draws = source.batch(step, config.train.questions)
+    draws = parts.question_source(config).batch(step, config.train.questions)
     return [Task(question, draw, w) for question, draw in draws for w in range(config.train.workflows)]
 
 

@@ -16,7 +16,8 @@ from mopd_jax.learn.packing import Batch, pack
 from mopd_jax.learn.score import Scorer
 from mopd_jax.model import hf, sharding
 from mopd_jax.model.qwen3 import Qwen3
-from mopd_jax.rollout.engine import Conversation, Engine, Ticket
+from mopd_jax.rollout.engine import Engine, Ticket
+from mopd_jax.rollout.places import Conversation
 from tools.bench import inputs
 from tools.bench.cases import (
     B1,
@@ -73,7 +74,12 @@ def sample(job: Job) -> Callable[[], dict]:
         row_tokens=s.prompt_tokens + s.new_tokens,
     )
     rollout = RolloutConfig(
-        conversations=1, requests=s.prompts, prefill_rows=8, prefill_tokens=s.prompt_tokens, decode_steps=16
+        conversations=1,
+        parked=0,
+        requests=s.prompts,
+        prefill_rows=8,
+        prefill_tokens=s.prompt_tokens,
+        decode_steps=16,
     )
     never = (model.config.vocab_size,)  # an id that no logit stands for
     engine = Engine(model, never, team, s.samples, rollout, _mesh())
