@@ -55,20 +55,18 @@ def _shard_best(queries_BD: jax.Array, shard_ED: jax.Array, passages: int, k: in
         scores_EB = jnp.einsum("ed,bd->eb", block_ED, queries_BD, preferred_element_type=jnp.float32)
         exists = start + jnp.arange(BLOCK) < passages
         scores, places = best(jnp.where(exists, scores_EB.T, -jnp.inf), k)
-        return _merge(found, (scores, places + start), k), None
+        return _merge(found, (scores, places + start), k=k), None
 
     nothing = (jnp.full((len(queries_BD), k), -jnp.inf), jnp.zeros((len(queries_BD), k), jnp.int32))
     found, _ = jax.lax.scan(step, nothing, (blocks, first))
-    everywhere = [jax.lax.all_gather(x, AXIS, axis=1, tiled=True) for x in found]
-    return _merge(everywhere, None, k)
+    return _merge([jax.lax.all_gather(x, AXIS, axis=1, tiled=True) for x in found], k=k)
 
 
-def _merge(found, more, k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the best `k` of (scores, passages) pairs [B, any]; of equal scores the earlier one."""
-    if more is not None:
-        found = [jnp.concatenate(pair, 1) for pair in zip(found, more, strict=True)]
-    scores, places = jax.lax.top_k(found[0], k)
-    return scores, jnp.take_along_axis(found[1], places, 1)
+def _merge(*found: Sequence[jax.Array], k: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the best `k` of (scores, passages) [B, any] taken together; of equal scores the earlier."""
+    scores, passages = (jnp.concatenate(parts, 1) for parts in zip(*found, strict=True))
+    scores, places = jax.lax.top_k(scores, k)
+    return scores, jnp.take_along_axis(passages, places, 1)
 
 
 def make_search(mesh: Mesh, passages: int, k: int):
