@@ -99,9 +99,7 @@ def test_a_torn_index_is_refused_with_the_file_that_is_short(tmp_path, corpus, i
 
 
 def test_a_folder_without_an_index_and_one_of_another_kind_are_refused(tmp_path, corpus, index):
-    with pytest.raises(
-        FileNotFoundError, match=r"no index\.json: it is no index\. Make one with tools/build"
-    ):
+    with pytest.raises(Refusal, match=r"no index\.json: it is no index\. Make one with tools/build"):
         BM25Search(corpus, str(tmp_path))
     meta = json.loads((tmp_path / "index" / META).read_text())
     (tmp_path / "index" / META).write_text(json.dumps(meta | {"kind": "dense"}))
