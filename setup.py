@@ -37,7 +37,8 @@ setup(
         "transformers>=5",
     ],
     extras_require={
-        "test": ["dashscope", "hypothesis", "pytest", "pytest-xdist", "ruff"],  # dashscope: Qwen's vocabulary
+        # dashscope: Qwen's vocabulary; faiss-cpu: what exact search is compared with
+        "test": ["dashscope", "faiss-cpu", "hypothesis", "pytest", "pytest-xdist", "ruff"],
         "parity": ["torch==2.13.0"],
         "tpu": ["jax[tpu]"],
     },

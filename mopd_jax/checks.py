@@ -149,9 +149,9 @@ POSITIVE = (
     "eval.validation_attempts eval.attempts checkpoint.every checkpoint.keep"
 ).split()
 NOT_NEGATIVE = (
-    "data.world_seed retrieval.retries rollout.parked learn.kl learn.beta learn.role_gradients_every "
-    "optim.lr optim.weight_decay optim.warmup_steps train.steps eval.every eval.validation_questions "
-    "eval.questions"
+    "data.world_seed retrieval.cache retrieval.retries rollout.parked learn.kl learn.beta "
+    "learn.role_gradients_every optim.lr optim.weight_decay optim.warmup_steps train.steps eval.every "
+    "eval.validation_questions eval.questions"
 ).split()
 
 
@@ -307,8 +307,13 @@ def samples(c: Config, kind: Kind) -> bool:
 def _retrieval(c: Config, kind: Kind) -> Iterator[Finding]:
     if not samples(c, kind):
         return
-    if c.retrieval.backend is Backend.BM25 and not c.retrieval.corpus:
-        yield "retrieval.corpus", "retrieval.backend = bm25 needs a corpus file"
+    local = c.retrieval.backend in (Backend.BM25, Backend.DENSE)
+    if local and not c.retrieval.corpus:
+        yield "retrieval.corpus", f"retrieval.backend = {show(c.retrieval.backend)} needs a corpus file"
+    if c.retrieval.backend is Backend.DENSE and not c.retrieval.index:
+        yield "retrieval.index", "retrieval.backend = dense needs the folder that tools/build_index makes"
+    if c.retrieval.index and not local:
+        yield "retrieval.index", "only retrieval.backend = bm25 or dense reads an index: leave it empty"
     if c.retrieval.backend is Backend.HTTP and not c.retrieval.url.startswith(("http://", "https://")):
         yield "retrieval.url", "retrieval.backend = http needs an address, e.g. http://10.0.0.2:8000/retrieve"
 

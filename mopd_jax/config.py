@@ -80,6 +80,7 @@ class Backend(enum.Enum):
 
     MINIATURE = "miniature"
     BM25 = "bm25"
+    DENSE = "dense"
     HTTP = "http"
 
 
@@ -207,11 +208,16 @@ class RetrievalConfig:
     backend: Backend = Backend.HTTP
     """Which retriever answers."""
     corpus: str = ""
-    """`{"id", "contents"}` JSONL file for BM25."""
+    """`{"id", "contents"}` JSONL file for BM25 and DENSE, on every host's own disk."""
+    index: str = ""
+    """Folder that `tools/build_index` made of `corpus`, for BM25 and DENSE. BM25 does without one too: it is
+    then made at every start, which suits some ten thousand passages."""
     url: str = ""
     """Address of a Search-R1 server for HTTP, e.g. http://10.0.0.2:8000/retrieve."""
     k: int = 3
     """Documents per search [P]."""
+    cache: int = 100_000
+    """Queries whose results a process remembers; 0: none."""
     timeout_s: float = 30.0
     """Seconds one HTTP request may take."""
     retries: int = 4

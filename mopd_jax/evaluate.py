@@ -59,7 +59,7 @@ def evaluate(name: str, config: Config) -> "Result":
     from etils import epath
 
     from mopd_jax.run import checkpoint, hosts, parts
-    from mopd_jax.run.evaluation import evaluate_team, write_episodes
+    from mopd_jax.run.evaluation import evaluate_team, take_cache_hits, write_episodes
     from mopd_jax.run.report import read_result, write_result
 
     folder = epath.Path(config.run.dir)
@@ -77,6 +77,8 @@ def evaluate(name: str, config: Config) -> "Result":
     result, episodes = evaluate_team(
         system, config, team.driver, parts.make_workflow(config.team, 1), questions, config.eval.attempts
     )
+    for share in take_cache_hits(team.retriever).values():
+        print(f"{system}: {share:.1%} of the queries had been asked before")
     if hosts.is_first():
         folder.mkdir(parents=True, exist_ok=True)
         write_episodes(episodes, folder / "episodes.jsonl")

@@ -55,9 +55,7 @@ def _drawn(rng: np.random.Generator):
 
 
 class Replay:
-    """Engine and driver that give recorded episodes instead of sampling them."""
-
-    retriever = None
+    """Engine, driver and retriever that give recorded episodes instead of sampling them."""
 
     def __init__(self):
         self.played = []
@@ -75,6 +73,9 @@ class Replay:
     def take_usage(self) -> Usage:
         return Usage(decoded=self.played[-1])
 
+    def take_counts(self) -> tuple[int, int]:
+        return 4 * self.played[-1], self.played[-1]
+
 
 def train(questions: int, learner: Learner, scorer: Scorer, layout) -> dict:
     """Takes three steps on the recorded episodes, as the training program does."""
@@ -82,7 +83,11 @@ def train(questions: int, learner: Learner, scorer: Scorer, layout) -> dict:
     config.model.teacher = "teacher"
     replay = Replay()
     source = Reinforcement(
-        config, QuestionSource([QUESTIONS], seed=1), Team(replay, replay, None), scorer, shards=DEVICES
+        config,
+        QuestionSource([QUESTIONS], seed=1),
+        Team(replay, replay, replay, None),
+        scorer,
+        shards=DEVICES,
     )
     state = learner.init_state(laid_out(make_params(MODEL), layout))
     lines = []

@@ -1,15 +1,23 @@
 """BM25 search: ranking, fewer passages than asked for, refused corpora, recall on the real passages."""
 
+import itertools
 import json
+import random
 
+import bm25s
+import numpy as np
 import pytest
+import Stemmer
 
 from mopd_jax.data.questions import load_questions
 from mopd_jax.data.recall import gold_recall
 from mopd_jax.refusal import Refusal
-from mopd_jax.retrieval.bm25 import BM25Search, read_corpus
+from mopd_jax.retrieval import bm25
+from mopd_jax.retrieval.bm25 import BM25Search
+from mopd_jax.retrieval.corpus import scan
 from mopd_jax.retrieval.search import Document
 
+STEMMER = Stemmer.Stemmer("english")
 PASSAGES = [
     ("a", '"Oslo"\nOslo is the capital of Norway.'),
     ("b", '"Rome"\nRome is the capital of Italy, on the river Tiber.'),
@@ -53,6 +61,24 @@ def test_equal_scores_keep_the_order_of_the_corpus(tmp_path):
     assert ids(search.search(["same text", "unknownword"], 4)) == [["0", "1", "2", "3"]] * 2
 
 
+def test_the_best_passages_are_those_that_bm25s_scores_best(tmp_path):
+    """Long lists of frequent words are looked up instead of read through: no passage is lost by it."""
+    rng = random.Random(0)
+    words = ["".join(letters) for letters in itertools.product("bdfgk", "aeiou", "lmnrt")]
+    rarity = [1 / (i + 1) for i in range(len(words))]
+    texts = [" ".join(rng.choices(words, rarity, k=rng.randint(1, 12))) for _ in range(400)]
+    search = BM25Search(write_corpus(tmp_path / "words.jsonl", [(str(i), t) for i, t in enumerate(texts)]))
+    bm25.build(str(tmp_path / "words.jsonl"), str(tmp_path / "index"))
+    library = bm25s.BM25.load(tmp_path / "index")
+    for number in range(300):
+        query = rng.choices(words, rarity if number % 2 else None, k=rng.randint(1, 6))
+        terms = bm25s.tokenize(" ".join(query), stemmer=STEMMER, return_ids=False, show_progress=False)[0]
+        scores = library.get_scores_from_ids(library.get_tokens_ids(terms)) if terms else np.zeros(400)
+        (found,) = search.search([" ".join(query)], 3)
+        np.testing.assert_allclose([d.score for d in found], np.sort(scores)[:-4:-1], rtol=1e-5)
+        np.testing.assert_allclose([d.score for d in found], scores[[int(d.id) for d in found]], rtol=1e-5)
+
+
 def test_no_query_gives_no_result(search):
     assert search.search([], 3) == []
 
@@ -82,7 +108,7 @@ def test_a_bad_line_is_refused_with_file_line_and_reason(tmp_path, line, reason)
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"id": "1", "contents": "t"}\n\n' + line + b"\n")
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 3") as refusal:
-        read_corpus(str(path))
+        list(scan(str(path)))
     assert reason in str(refusal.value)
 
 
@@ -96,7 +122,7 @@ def test_half_a_surrogate_pair_becomes_a_question_mark_and_whole_pairs_stay(tmp_
 def test_nesting_without_end_is_refused(tmp_path):
     (tmp_path / "deep.jsonl").write_text("[" * 200_000)
     with pytest.raises(Refusal, match=r"deep\.jsonl, line 1: not JSON \(nested too deeply\)"):
-        read_corpus(str(tmp_path / "deep.jsonl"))
+        list(scan(str(tmp_path / "deep.jsonl")))
 
 
 def test_a_corpus_of_stop_words_is_refused(tmp_path):
@@ -108,19 +134,11 @@ def test_a_corpus_of_stop_words_is_refused(tmp_path):
 def test_an_empty_corpus_is_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=r"empty\.jsonl: found no passage"):
-        read_corpus(str(tmp_path / "empty.jsonl"))
-
-
-def test_byte_order_mark_crlf_and_line_separators_inside_text_are_read(tmp_path):
-    path = tmp_path / "awkward.jsonl"
-    path.write_bytes(
-        '\ufeff{"id": 7, "contents": "T\u2028x\\ny"}\r\n{"id": "8", "contents": "z"}\r\n'.encode()
-    )
-    assert [(d.id, d.contents) for d in read_corpus(str(path))] == [("7", "T\u2028x\ny"), ("8", "z")]
+        list(scan(str(tmp_path / "empty.jsonl")))
 
 
 def test_the_original_search_r1_corpus_is_read(shared_data):
-    documents = read_corpus(str(shared_data / "raw" / "search_r1_example_corpus.jsonl"))
+    documents = [d for _, d in scan(str(shared_data / "raw" / "search_r1_example_corpus.jsonl"))]
     assert [d.id for d in documents] == [str(i) for i in range(10)]
     assert documents[0].title == '"Evan Morris"'
 

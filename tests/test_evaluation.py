@@ -14,6 +14,7 @@ from mopd_jax.data import miniature
 from mopd_jax.data.questions import fingerprint, select
 from mopd_jax.model import hf, sharding
 from mopd_jax.model.qwen3 import Qwen3
+from mopd_jax.retrieval.cache import CachedSearch
 from mopd_jax.retrieval.search import Document, SearchError
 from mopd_jax.rollout.driver import Driver
 from mopd_jax.run import parts
@@ -268,9 +269,10 @@ def validation(config, engine) -> Validation:
     """Asks five questions; their scripted answers are right as often as the weights say."""
     student = parts.open_model("random", config)
     student = dataclasses.replace(student, model=Qwen3(tiny_config(vocab_size=TOKENS.vocab_size)))
-    driver = make_driver(engine, config, FixedSearch(), alive=100)
+    retriever = CachedSearch(FixedSearch(), 100)
+    driver = make_driver(engine, config, retriever, alive=100)
     mesh = sharding.make_mesh((1, 1, 1), jax.devices()[:1])
-    return Validation(config, student, parts.Team(engine, driver, mesh))
+    return Validation(config, student, parts.Team(engine, retriever, driver, mesh))
 
 
 def kept(folder) -> tuple[dict, int]:
@@ -314,4 +316,5 @@ def test_metrics_of_a_validation(validation, engine):
         "eval/recall": pytest.approx(0.0),
     }
     assert engine.usage_taken, "a training step must not report the evaluation's usage"
+    assert validation._team.retriever.take_counts() == (0, 0), "nor its queries"
     assert not engine.loaded, "an update needs the engine's memory"

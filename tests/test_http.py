@@ -3,6 +3,7 @@
 import http.server
 import json
 import re
+import socket
 import threading
 import time
 
@@ -25,11 +26,17 @@ def answer(request: dict, scores: bool = True) -> bytes:
 class Server:
     """A server on the loopback that answers requests by a script, then rightly for ever."""
 
-    def __init__(self):
-        self.script, self.requests, self.scores = [], [], True
+    def __init__(self, protocol: str = "HTTP/1.0"):
+        self.script, self.requests, self.scores, self.connections = [], [], True, 0
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = protocol
+
+            def setup(self):
+                outer.connections += 1
+                super().setup()
+
             def do_POST(self):
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.requests.append(request)
@@ -40,6 +47,7 @@ class Server:
                 pass
 
         self._httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._httpd.daemon_threads = True  # a kept connection outlives its requests
         self.url = f"http://127.0.0.1:{self._httpd.server_port}/retrieve"
         self._thread = threading.Thread(target=self._httpd.serve_forever, args=(0.01,))
         self._thread.start()
@@ -60,9 +68,16 @@ class Server:
 
 
 @pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+def server():
     running = Server()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def keeping():
+    """A server that keeps connections."""
+    running = Server("HTTP/1.1")
     yield running
     running.close()
 
@@ -91,6 +106,7 @@ def test_as_many_lists_as_queries_and_the_same_documents_with_and_without_scores
     found = client.search(queries, 3)
     assert ids(found) == [expected[q] for q in queries]
     assert found[0][0] == Document("4", '"Title 4"\ntext 4')
+    assert [d.score for d in found[0]] == ([1, 1 / 2, 1 / 3] if scores else [None] * 3)
     assert server.requests == [{"queries": queries, "topk": 3, "return_scores": True}]
 
 
@@ -127,10 +143,12 @@ def half_a_body(handler):
     handler.send_header("Content-Length", "1000")
     handler.end_headers()
     handler.wfile.write(b'{"result": [[')
+    handler.close_connection = True
 
 
 def hang_up(handler):
-    handler.connection.close()
+    handler.connection.shutdown(socket.SHUT_RDWR)
+    handler.close_connection = True
 
 
 def well_formed(result) -> tuple[int, bytes]:
@@ -143,9 +161,10 @@ FAULTS = {
     "half a body": half_a_body,
     "hang up": hang_up,
     "no JSON": (200, b"<html>"),
+    "nested without end": (200, b"[" * 200_000),
+    "another address": (302, b""),
     "no UTF-8": (200, b'{"result": [["\xff"]]}'),
     "empty body": (200, b""),
-    "nested without end": (200, b"[" * 200_000),
     "no result": (200, b'{"results": [[]]}'),
     "a list": (200, b"[[]]"),
     "too few lists": well_formed([]),
@@ -182,6 +201,54 @@ def test_a_server_that_does_not_answer_in_time_is_asked_again(server, waits):
     assert (len(server.requests), waits) == (2, [0.5])
 
 
+def test_an_answer_that_trickles_in_is_given_up_in_time(server, waits):
+    def trickle(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000")
+        handler.end_headers()
+        for _ in range(40):
+            handler.wfile.write(b" ")
+            time.sleep(0.05)
+
+    client = HTTPSearch(server.url, timeout_s=0.3, retries=1, sleep=waits.append)
+    server.script = [trickle]
+    start = time.monotonic()
+    assert ids(client.search(["1"], 1)) == [["1"]]
+    assert (len(server.requests), waits) == (2, [0.5])
+    assert time.monotonic() - start < 1.9  # the trickle alone takes two seconds
+
+
+def test_one_connection_serves_all_requests(keeping, waits):
+    client = HTTPSearch(keeping.url, max_batch=2, sleep=waits.append)
+    for _ in range(3):
+        assert ids(client.search(["1", "2", "3"], 1)) == [["1"], ["2"], ["3"]]
+    assert (len(keeping.requests), keeping.connections, waits) == (6, 1, [])
+
+
+def test_a_connection_that_the_server_has_closed_meanwhile_is_no_fault(keeping, waits):
+    client = HTTPSearch(keeping.url, retries=0, sleep=waits.append)
+
+    def answer_and_leave(handler):
+        keeping.reply(handler, (200, answer(keeping.requests[-1])))
+        handler.close_connection = True
+
+    keeping.script = [answer_and_leave]
+    assert ids(client.search(["1"], 1)) == [["1"]]
+    assert ids(client.search(["2"], 1)) == [["2"]]
+    assert (len(keeping.requests), keeping.connections, waits) == (2, 2, [])
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_after_a_fault_the_next_request_has_a_connection_of_its_own(keeping, waits, fault):
+    """What is left of a broken answer is never read as the next one."""
+    client = HTTPSearch(keeping.url, timeout_s=5, retries=1, sleep=waits.append)
+    assert ids(client.search(["7"], 1)) == [["7"]]
+    keeping.script = [fault]
+    assert ids(client.search(["3"], 1)) == [["3"]]
+    assert ids(client.search(["5"], 1)) == [["5"]]
+    assert keeping.connections == 2
+
+
 def test_no_server_is_a_search_error_after_bounded_waits(server, waits):
     server.close()
     client = HTTPSearch(server.url, retries=8, sleep=waits.append)
@@ -192,7 +259,15 @@ def test_no_server_is_a_search_error_after_bounded_waits(server, waits):
 
 def test_identity_is_the_address_and_other_addresses_are_refused():
     assert HTTPSearch("http://host:8000/retrieve").identity == "http:http://host:8000/retrieve"
-    ports = ("http://host:99999/retrieve", "http://host:abc/retrieve", "http://host:0/retrieve")
-    for url in ("", "host:8000/retrieve", "file:///etc/passwd", "http:///retrieve", "http://[::1", *ports):
+    for url in (
+        "",
+        "host:8000/retrieve",
+        "file:///etc/passwd",
+        "http:///retrieve",
+        "http://host:99999/retrieve",
+        "http://host:port/retrieve",
+        "http://host:0/retrieve",
+        "http://[::1/retrieve",
+    ):
         with pytest.raises(ValueError, match="expected an address like http://10"):
             HTTPSearch(url)

@@ -21,6 +21,7 @@ from mopd_jax.config import (
     Kind,
     Precision,
     Remat,
+    RetrievalConfig,
     Wording,
     Workflow,
 )
@@ -267,8 +268,10 @@ FILES = (
     "demonstrations.jsonl",
     "corpus.jsonl",
     "manifest.jsonl",
+    "index.json",
 )
 MODELS = ("init", "teacher", "reference")
+SEARCHED = ("corpus", "index.json")
 
 
 @pytest.fixture
@@ -286,7 +289,7 @@ def phase(tmp_path) -> Config:
     config.data.manifest = str(tmp_path / "manifest.jsonl")
     for name in MODELS:
         setattr(config.model, name, str(tmp_path / name))
-    config.retrieval.backend, config.retrieval.corpus = Backend.BM25, str(tmp_path / "corpus.jsonl")
+    config.retrieval = RetrievalConfig(Backend.BM25, str(tmp_path / "corpus.jsonl"), index=str(tmp_path))
     return config
 
 
@@ -310,11 +313,11 @@ def read_by(phase: Config, kind: Kind, every: int, folder: pathlib.Path) -> set[
 @pytest.mark.parametrize(
     ("kind", "every", "inputs"),
     [
-        (Kind.REINFORCE, 0, {"train", "corpus", *MODELS}),
-        (Kind.REINFORCE, 5, {"train", "corpus", "validation", *MODELS}),
+        (Kind.REINFORCE, 0, {"train", *SEARCHED, *MODELS}),
+        (Kind.REINFORCE, 5, {"train", *SEARCHED, "validation", *MODELS}),
         (Kind.SUPERVISED, 0, {"demonstrations", *MODELS}),
-        (Kind.SUPERVISED, 5, {"demonstrations", "corpus", "validation", *MODELS}),
-        (Kind.EVALUATE, 0, {"test", "manifest", "corpus", "init"}),
+        (Kind.SUPERVISED, 5, {"demonstrations", *SEARCHED, "validation", *MODELS}),
+        (Kind.EVALUATE, 0, {"test", "manifest", *SEARCHED, "init"}),
     ],
 )
 def test_exactly_what_a_phase_reads_is_fingerprinted(phase, tmp_path, kind, every, inputs):

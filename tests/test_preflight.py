@@ -7,8 +7,11 @@ import pytest
 
 from mopd_jax.checks import ConfigError
 from mopd_jax.config import Backend, Config, Kind, phases
+from mopd_jax.retrieval import bm25
+from mopd_jax.retrieval.corpus import fingerprint
 from mopd_jax.run import preflight
 from tests import tiny
+from tests.test_bm25 import PASSAGES, write_corpus
 
 DEVICES = len(jax.devices())
 
@@ -53,6 +56,21 @@ def test_what_later_phases_miss_is_found_at_once(named, tmp_path):
     assert "neither a Hugging Face folder (no config.json) nor a run" in reference
     assert f"team.mesh.shape = (1, {DEVICES}, 2): takes {2 * DEVICES} devices, found {DEVICES}" in mesh
     assert tensor.endswith(f"= {DEVICES + 1}: must divide the devices of a process, here {DEVICES}.")
+
+
+def test_an_index_of_another_corpus_is_found_at_once(named, tmp_path):
+    corpora = [write_corpus(tmp_path / f"{count}.jsonl", PASSAGES[:count]) for count in (2, 3)]
+    bm25.build(corpora[0], str(tmp_path / "index"))
+    retrieval = named["team"].retrieval
+    retrieval.backend, retrieval.corpus = Backend.BM25, corpora[0]
+    retrieval.index = str(tmp_path / "index")
+    preflight.check(named)
+    retrieval.corpus = corpora[1]
+    (found,) = problems(named)
+    assert found.startswith(f"- config.team.retrieval.index = '{tmp_path}/index': ")
+    assert f"made from another corpus: its fingerprint is {fingerprint(corpora[0])}" in found
+    retrieval.index = str(tmp_path)
+    assert problems(named)[0].endswith(f"found no file {tmp_path}/index.json.")
 
 
 def test_an_evaluation_needs_its_own_inputs_only(named, tmp_path):

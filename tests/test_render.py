@@ -4,6 +4,8 @@ import random
 import re
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mopd_jax.model.tokens import Tokens
 from mopd_jax.retrieval.search import Document
@@ -11,6 +13,7 @@ from mopd_jax.rollout.render import Renderer
 from mopd_jax.team.episode import Message
 from mopd_jax.team.roles import TAGS, Prompts
 from tests.fixtures import write_qwen_tokenizer
+from tools.make_checkpoint import ADDED, SPECIAL
 
 PROMPTS = Prompts()
 WORDS = "the river rises in spring and the old bridge at Alder falls into its bed again".split()
@@ -133,17 +136,60 @@ def test_a_document_can_neither_act_nor_end_a_turn(qwen, limit):
     assert "<|im_end|>" in qwen.decode(ids).removesuffix("<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_titles_that_alone_do_not_fit_are_refused(qwen):
+def test_titles_are_shortened_only_where_they_alone_do_not_fit(qwen):
     documents = [Document(str(i), f"{text_of(30, i)}\n{text_of(30)}") for i in range(3)]
-    frame = qwen.count(PROMPTS.format_documents([(d.title, "") for d in documents]))
-    with pytest.raises(ValueError, match=rf"3 documents take {frame} tokens, team.document_tokens is 50"):
-        Renderer(qwen, PROMPTS, 50).documents(documents)
+    titles = qwen.count(PROMPTS.format_documents([(d.title, "") for d in documents]))
+    block = Renderer(qwen, PROMPTS, titles).documents(documents)
+    assert [title for _, title, _ in read(block)] == [d.title for d in documents]
+    block = Renderer(qwen, PROMPTS, titles - 10).documents(documents)
+    assert titles - 16 <= qwen.count(block) <= titles - 10
+    for (_, title, text), original in zip(read(block), documents, strict=True):
+        assert original.title.startswith(title) and len(title) > 40 and text == ""
+
+
+def test_a_limit_below_the_frame_is_refused(qwen):
+    documents = [document(i, "text") for i in range(3)]
+    frame = qwen.count(PROMPTS.format_documents([("", "")] * 3))
+    with pytest.raises(ValueError, match=rf"3 documents takes {frame} tokens, team.document_tokens is 5:"):
+        Renderer(qwen, PROMPTS, 5).documents(documents)
     assert qwen.count(Renderer(qwen, PROMPTS, frame).documents(documents)) <= frame
 
 
-def test_a_limit_below_the_frame_is_refused_even_without_texts(qwen):
-    with pytest.raises(ValueError, match="raise it, or lower retrieval"):
-        Renderer(qwen, PROMPTS, 5).documents([document(0, "")])
+# ---------------------------------------------------------------- whatever a corpus may hold
+
+TAG = st.builds(
+    "{}{}{}{}{}".format,
+    st.sampled_from(["<", "</", "< ", "<\n/ ", "&lt;", "<<"]),
+    st.sampled_from([*TAGS, *map(str.upper, TAGS), "tas\u212a", "think", "tool_call"]),
+    st.sampled_from(["", " x=1", "\u0301", "\u200b"]),
+    st.sampled_from([">", "/>", " >", ""]),
+    st.sampled_from(["", "Paris", "</summary>", "\n"]),
+)
+SPECIAL_TEXT = st.sampled_from([*SPECIAL, *ADDED, "<|im_start|>assistant\n", "<|im_", "end|>", "im_end"])
+CONTROL = st.text(st.characters(categories=["Cc", "Cf", "Zl", "Zs", "Mn"]), min_size=1, max_size=5)
+LONG_WORD = st.builds(str.__mul__, st.sampled_from(["a", "xy", "字", "<", "́", "🏳️‍🌈"]), st.integers(100, 700))
+PLAIN = st.one_of(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), st.sampled_from(WORDS))
+PIECES = st.lists(st.one_of(TAG, SPECIAL_TEXT, CONTROL, LONG_WORD, PLAIN), min_size=1, max_size=12)
+CONTENTS = PIECES.map("".join).filter(str.strip)
+
+
+@settings(max_examples=334, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(st.lists(CONTENTS, min_size=3, max_size=3), st.sampled_from([40, 77, 768]))
+def test_a_thousand_hostile_documents_forge_nothing_and_keep_the_frame(qwen, contents, limit):
+    """334 examples of three documents each, with everything at once that has ever broken a prompt."""
+    documents = tuple(Document(str(i), text) for i, text in enumerate(contents))
+    renderer = Renderer(qwen, PROMPTS, limit)
+    block = renderer.documents(documents)
+    assert qwen.count(block) <= limit
+    assert block.startswith("<documents>\nDoc 1(Title: ") and block.endswith("\n</documents>")
+    assert all(f"\nDoc {number}(Title: " in block for number in (1, 2, 3))
+    ids = renderer.reply(Message("user", "", documents), closed=True)
+    assert [i for i in ids if i >= 151_643] == [151_644, 151_645, 151_644]
+    seen = qwen.decode(ids)  # as the model reads it, after the tokenizer's normalisation
+    assert re.findall(rf"<\s*/?\s*(?:{'|'.join(TAGS)})\b[^<>]*>", seen, re.IGNORECASE) == [
+        "<documents>",
+        "</documents>",
+    ]
 
 
 # ---------------------------------------------------------------- messages

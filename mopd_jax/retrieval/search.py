@@ -1,7 +1,7 @@
 """What a retriever is: documents in, documents out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -11,6 +11,8 @@ class Document:
 
     id: str
     contents: str
+    score: float | None = field(default=None, compare=False)
+    """What it was ranked by, in the backend's own scale; None where the backend says nothing of it."""
 
     @property
     def title(self) -> str:

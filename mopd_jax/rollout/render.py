@@ -1,6 +1,6 @@
 """Environment messages as token ids: documents framed and shortened, nothing else ever cut."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from mopd_jax.model.tokens import Tokens
 from mopd_jax.refusal import Refusal
@@ -38,28 +38,36 @@ class Renderer:
         """Returns the framed block in at most `document_tokens` tokens.
 
         Long texts lose their ends, the longest first, so that every document keeps as much as an
-        equal share allows and the frame survives.
+        equal share allows and the frame survives. Titles lose theirs only when they alone do not fit.
 
         Raises:
-          Refusal: titles and frame alone do not fit.
+          Refusal: the frame alone does not fit.
         """
-        texts = [self._tokens.encode(d.text) for d in documents]
-        share = max(map(len, texts))
-        while (count := self._tokens.count(block := self._block(documents, texts, share))) > self._limit:
-            if share == 0:
-                raise Refusal(
-                    f"Titles and frame of {len(documents)} documents take {count} tokens, "
-                    f"team.document_tokens is {self._limit}: raise it, or lower retrieval.k."
-                )
-            over = sum(len(t) >= share for t in texts)
-            shorter = max((len(t) for t in texts if len(t) < share), default=0)
-            share = max(shorter, share - max(1, (count - self._limit) // over))
+        titles, texts = [d.title for d in documents], [d.text for d in documents]
+        block, count = self._fit(texts, lambda short: zip(titles, short, strict=True))
+        if count > self._limit:
+            block, count = self._fit(titles, lambda short: [(title, "") for title in short])
+        if count > self._limit:
+            raise Refusal(
+                f"The frame of {len(documents)} documents takes {count} tokens, team.document_tokens is "
+                f"{self._limit}: raise it, or lower retrieval.k."
+            )
         return block
 
-    def _block(self, documents: Sequence[Document], texts: list[list[int]], share: int) -> str:
-        return self._prompts.format_documents(
-            [(d.title, self._shorten(d.text, ids, share)) for d, ids in zip(documents, texts, strict=True)]
-        )
+    def _fit(self, parts: Sequence[str], entries: Callable[[list[str]], Iterable]) -> tuple[str, int]:
+        """Returns the block, and its tokens, of the (title, text) `entries` of parts that were cut to the
+        largest equal share that fits, or to nothing."""
+        ids = [self._tokens.encode(part) for part in parts]
+        share = max(map(len, ids))
+        while True:
+            short = [self._shorten(*part, share) for part in zip(parts, ids, strict=True)]
+            block = self._prompts.format_documents(list(entries(short)))
+            count = self._tokens.count(block)
+            if count <= self._limit or share == 0:
+                return block, count
+            over = sum(len(i) >= share for i in ids)
+            shorter = max((len(i) for i in ids if len(i) < share), default=0)
+            share = max(shorter, share - max(1, (count - self._limit) // over))
 
     def _shorten(self, text: str, ids: list[int], share: int) -> str:
         """Returns the text of the first `share` tokens; half a character at the cut is dropped."""

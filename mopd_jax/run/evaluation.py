@@ -11,6 +11,7 @@ from mopd_jax.data.answers import contains, token_f1
 from mopd_jax.data.questions import fingerprint
 from mopd_jax.data.recall import gold_recall
 from mopd_jax.refusal import Refusal
+from mopd_jax.retrieval.cache import CachedSearch
 from mopd_jax.retrieval.search import Retriever
 from mopd_jax.rollout.driver import Driver, Task, WorkflowFactory
 from mopd_jax.run import hosts
@@ -70,6 +71,13 @@ def check_aborted(episodes: Sequence[Episode], limit: float, retriever: Retrieve
             f"{share:.0%} of the workflows were aborted by failed searches, retrieval.max_aborted_share is "
             f"{limit:.0%}: look at the retriever {retriever.identity}."
         )
+
+
+def take_cache_hits(retriever: CachedSearch) -> dict[str, float]:
+    """Returns, as a metric, the share of the queries since the last call whose results were remembered, over
+    all processes; nothing where there were no queries. All processes call it at the same point."""
+    asked, known = (sum(counts) for counts in zip(*hosts.gather(retriever.take_counts()), strict=True))
+    return {"search/cache_hits": known / asked} if asked else {}
 
 
 def evaluate_team(

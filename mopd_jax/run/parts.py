@@ -36,8 +36,12 @@ from mopd_jax.model import hf, hf_save, sharding
 from mopd_jax.model.qwen3 import Qwen3, Qwen3Config
 from mopd_jax.model.tokens import Tokens, check_compatible, files_fingerprint
 from mopd_jax.refusal import Refusal
+from mopd_jax.retrieval import corpus
 from mopd_jax.retrieval.bm25 import BM25Search
+from mopd_jax.retrieval.cache import CachedSearch
+from mopd_jax.retrieval.dense import DenseSearch
 from mopd_jax.retrieval.http import HTTPSearch
+from mopd_jax.retrieval.index import META
 from mopd_jax.retrieval.miniature import MiniatureSearch
 from mopd_jax.retrieval.search import Retriever
 from mopd_jax.rollout.driver import Driver, WorkflowFactory, alive_workflows
@@ -123,10 +127,10 @@ def _fingerprints(config: Config, kind: Kind) -> dict[str, str]:
 
 
 def file_fingerprint(source: str) -> str:
-    """Returns a hash (hex) of the contents of a file or of a prepared question set."""
+    """Returns a hash (hex) of a file or of a prepared question set (see `corpus.fingerprint`)."""
     digest = hashlib.sha256()
     for file in questions.files_of(source):
-        digest.update(file.read_bytes())
+        digest.update(corpus.fingerprint(file).encode())
     return digest.hexdigest()[:16]
 
 
@@ -137,8 +141,11 @@ def files_read(config: Config, kind: Kind) -> Iterator[tuple[str, str]]:
         yield from ((field, path) for path in paths if path.partition(":")[0] != MINIATURE)
     if kind is Kind.EVALUATE and config.data.manifest:
         yield "data.manifest", config.data.manifest
-    if samples(config, kind) and config.retrieval.backend is Backend.BM25:
-        yield "retrieval.corpus", config.retrieval.corpus
+    r = config.retrieval
+    if samples(config, kind) and r.backend in (Backend.BM25, Backend.DENSE):
+        yield "retrieval.corpus", r.corpus
+        if r.index:
+            yield "retrieval.index", f"{r.index}/{META}"
 
 
 def models_read(config: Config, kind: Kind) -> Iterator[tuple[str, str]]:
@@ -149,14 +156,22 @@ def models_read(config: Config, kind: Kind) -> Iterator[tuple[str, str]]:
             yield f"model.{name}", spec
 
 
-def make_retriever(config: Config) -> Retriever:
-    """Returns the configured search backend."""
+def make_retriever(config: Config) -> CachedSearch:
+    """Returns the configured search backend, which remembers its results."""
+    return CachedSearch(_make_backend(config), config.retrieval.cache)
+
+
+def _make_backend(config: Config) -> Retriever:
     r = config.retrieval
-    if r.backend is Backend.MINIATURE:
-        return MiniatureSearch(miniature.World(config.data.world_seed).passages)
-    if r.backend is Backend.BM25:
-        return BM25Search(r.corpus)
-    return HTTPSearch(r.url, timeout_s=r.timeout_s, retries=r.retries)
+    match r.backend:
+        case Backend.MINIATURE:
+            return MiniatureSearch(miniature.World(config.data.world_seed).passages)
+        case Backend.BM25:
+            return BM25Search(r.corpus, r.index)
+        case Backend.DENSE:
+            return DenseSearch(r.corpus, r.index)
+        case Backend.HTTP:
+            return HTTPSearch(r.url, timeout_s=r.timeout_s, retries=r.retries)
 
 
 def make_prompts(team: TeamConfig) -> Prompts:
@@ -312,6 +327,7 @@ class Team:
     """What plays the roles: an engine on devices of this process, and the driver over it."""
 
     engine: Engine
+    retriever: CachedSearch
     driver: Driver
     mesh: Mesh
     """Of the engine."""
@@ -339,9 +355,10 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
     _check_openings(config, renderer)
     mesh = sharding.local_mesh(config.mesh.rollout_tensor)
     engine = make_engine(config, model, tokens.eos_ids, candidates, mesh)
+    retriever = make_retriever(config)
     driver = Driver(
         engine,
-        make_retriever(config),
+        retriever,
         renderer,
         tokens,
         k=config.retrieval.k,
@@ -349,7 +366,7 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
         alive=alive_workflows(config.rollout, team.workflow),
         seed=config.run.seed,
     )
-    return Team(engine, driver, mesh)
+    return Team(engine, retriever, driver, mesh)
 
 
 def _check_openings(config: Config, renderer: Renderer) -> None:

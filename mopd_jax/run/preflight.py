@@ -5,11 +5,13 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import jax
+from etils import epath
 
 from mopd_jax.checks import Finding, lines, refuse, samples
-from mopd_jax.config import Backend, Config, Kind
+from mopd_jax.config import Backend, Config, Kind, RetrievalConfig
 from mopd_jax.data.questions import files_of
 from mopd_jax.refusal import Refusal
+from mopd_jax.retrieval.index import META, unseal
 from mopd_jax.retrieval.search import SearchError
 from mopd_jax.run import hosts, parts
 
@@ -37,6 +39,8 @@ def _problems(named: Mapping[str, Config], kind: Kind | None) -> Iterator[str]:
         if samples(phase, does) and retrieval.backend is Backend.HTTP and retrieval.url not in asked:
             findings += _server(phase)
             asked.add(retrieval.url)
+        if samples(phase, does):
+            findings += _index(retrieval)
         yield from lines(phase, f"config.{name}" if name else "config", findings)
         made.add(phase.run.dir)
 
@@ -62,6 +66,13 @@ def _devices(config: Config, kind: Kind) -> Iterator[Finding]:
 def _server(config: Config) -> Iterator[Finding]:
     """Asks one query: an evaluation would otherwise notice after its last workflow that nobody answers."""
     return _complaint("retrieval.url", lambda: parts.make_retriever(config).search(["question"], 1))
+
+
+def _index(retrieval: RetrievalConfig) -> Iterator[Finding]:
+    """An index must be whole and of its corpus; whether both are there is looked at before."""
+    index, corpus = retrieval.index, retrieval.corpus
+    if index and epath.Path(corpus).is_file() and epath.Path(index, META).is_file():
+        yield from _complaint("retrieval.index", lambda: unseal(index, retrieval.backend.value, corpus))
 
 
 def _complaint(field: str, look: Callable[[], object]) -> Iterator[Finding]:

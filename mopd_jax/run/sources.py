@@ -28,7 +28,7 @@ from mopd_jax.rollout.driver import Task
 from mopd_jax.rollout.render import Renderer
 from mopd_jax.run import hosts, parts
 from mopd_jax.run.episode_metrics import Metrics, behaviour, learning
-from mopd_jax.run.evaluation import check_aborted
+from mopd_jax.run.evaluation import check_aborted, take_cache_hits
 from mopd_jax.run.metrics import Stopwatch
 from mopd_jax.run.parts import Opened, Team
 from mopd_jax.team.episode import Message, Row, Status
@@ -123,7 +123,7 @@ class Reinforcement:
         shards: int,
     ):
         self._config, self._questions = config, questions
-        self._engine, self._driver = team.engine, team.driver
+        self._engine, self._driver, self._retriever = team.engine, team.driver, team.retriever
         self._workflow = parts.make_workflow(config.team, config.team.candidates)
         self._scorer, self._shards = scorer, shards
 
@@ -135,7 +135,7 @@ class Reinforcement:
             roll_out = functools.partial(self._driver.run, self._workflow)
             episodes = hosts.spread(roll_out, self._tasks(step), together=self._config.train.workflows)
             self._engine.unload()
-        check_aborted(episodes, self._config.retrieval.max_aborted_share, self._driver.retriever)
+        check_aborted(episodes, self._config.retrieval.max_aborted_share, self._retriever)
         rows = [row for _, row in flatten(episodes)]
         packed = pack_rows(rows, learn, self._shards, twin_keys(episodes))
         with watch("score"):
@@ -144,7 +144,10 @@ class Reinforcement:
         streams = policy_streams(rows, packed, advantages, [s.old for s in scores], learn)
         metrics = behaviour(episodes) | learning(episodes, learn, scores, entropies, advantages)
         return LearnerBatch(
-            rows, packed, streams, metrics | self._usage() | {"episodes_crc32": _digest(rows)}
+            rows,
+            packed,
+            streams,
+            metrics | self._usage() | take_cache_hits(self._retriever) | {"episodes_crc32": _digest(rows)},
         )
 
     def _tasks(self, step: int) -> list[Task]:

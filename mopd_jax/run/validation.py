@@ -36,6 +36,7 @@ class Validation:
         )
         self._team.engine.unload()
         self._team.engine.take_usage()  # a training step reports its own only
+        self._team.retriever.take_counts()
         macro = summarise(result)[MACRO]
         self._keep_best(step, macro["avg"], params)
         return {f"eval/{name}": macro[metric] for metric, name in SHOWN.items()}

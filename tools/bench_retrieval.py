@@ -1,0 +1,217 @@
+"""Measures the retrievers: a mode, then its flags.
+
+    python -m tools.bench_retrieval corpus --passages 1000000 --out synthetic.jsonl
+    python -m tools.bench_retrieval bm25 --corpus synthetic.jsonl --index index/synthetic
+    python -m tools.bench_retrieval exact --passages 500000 --width 384
+    python -m tools.bench_retrieval recall --corpus corpus.jsonl --index index/bm25 --questions nq.jsonl
+    python -m tools.bench_retrieval fit --topology v5e:2x4 --passages 21000000 --width 768
+
+`corpus` writes synthetic passages, `bm25` times an index of them (`tools/build_index` makes it), `exact`
+compares exact search on this machine's devices with faiss-cpu (`pip install -e ".[test]"`), `recall` looks
+for gold answers in what an index finds, `fit` compiles exact search for a TPU slice ahead of time.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from mopd_jax.refusal import Refusal, in_words
+
+VOCABULARY = 300_000
+"""Words of the synthetic passages; the n-th is 1/n as frequent as the first, as in English."""
+WORDS = 100
+"""Words of a passage."""
+GB = 1e9
+T = TypeVar("T")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command; `argv` defaults to the process' own arguments."""
+    args = _parse(argv)
+    args.run(args)
+
+
+# ---------------------------------------------------------------- synthetic passages
+
+
+def _words(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Returns the numbers of random words, by their frequency."""
+    shares = np.cumsum(1 / np.arange(1, VOCABULARY + 1))
+    return np.searchsorted(shares, rng.random(count) * shares[-1])
+
+
+def _spelled(numbers: np.ndarray) -> str:
+    """Returns words of letters alone that stemming leaves apart."""
+    letters = "bcdfghjklmnpqrtvwxz"
+    return " ".join(
+        "".join(letters[n // len(letters) ** i % len(letters)] for i in range(5)) for n in numbers
+    )
+
+
+def write_corpus(args: argparse.Namespace) -> None:
+    """Writes `{"id", "contents"}` lines; the same seed gives the same file."""
+    rng = np.random.default_rng(args.seed)
+    vocabulary = np.array([_spelled([n]) for n in range(VOCABULARY)])
+    with open(args.out, "w") as file:
+        for number in range(args.passages):
+            contents = f'"Title {number}"\n' + " ".join(vocabulary[_words(rng, WORDS)])
+            file.write(json.dumps({"id": str(number), "contents": contents}) + "\n")
+
+
+# ---------------------------------------------------------------- BM25
+
+
+def bench_bm25(args: argparse.Namespace) -> None:
+    """Prints how an index is opened, what it holds in memory, and queries per second."""
+    import bm25s
+
+    from mopd_jax.retrieval.bm25 import BM25Search
+
+    before, start = _resident_bytes(), time.perf_counter()
+    search = BM25Search(args.corpus, args.index)
+    opened = time.perf_counter() - start
+    rng = np.random.default_rng(args.seed)
+    queries = [_spelled(_words(rng, 6)) for _ in range(args.queries)]
+    batched, found = _timed(lambda: search.search(queries, 3))
+    held = _resident_bytes() - before
+    single, alone = _timed(lambda: [search.search([query], 3)[0] for query in queries])
+    assert found == alone
+    size = sum(file.stat().st_size for file in Path(args.index).rglob("*") if file.is_file())
+    print(f"index of {size / GB:.2f} GB opened in {opened:.2f} s")
+    print(f"resident after {len(queries)} queries: {held / GB:.3f} GB, {held / size:.0%} of the index")
+    print(f"batched {len(queries) / batched:.0f} queries/s, one by one {len(queries) / single:.0f}")
+
+    library, some = bm25s.BM25.load(args.index, mmap=True, show_progress=False), queries[:32]
+    terms = bm25s.tokenize(some, stopwords="english", return_ids=False, show_progress=False)
+    seconds, _ = _timed(lambda: [library.retrieve([t], k=3, show_progress=False) for t in terms])
+    print(f"bm25s' own retrieve, one by one: {len(some) / seconds:.0f} queries/s")
+
+
+def _resident_bytes() -> int:
+    """Returns the resident memory of this process, pages of mapped files included."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _timed(call: Callable[[], T], repeat: int = 1) -> tuple[float, T]:
+    """Returns the fewest seconds that a call took, and its last result."""
+    seconds = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        result = call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds), result
+
+
+# ---------------------------------------------------------------- recall
+
+
+def bench_recall(args: argparse.Namespace) -> None:
+    """Prints the share of questions of which a gold answer stands in the first 3 and 10 passages."""
+    from mopd_jax.data.questions import load_questions
+    from mopd_jax.data.recall import gold_recall
+    from mopd_jax.retrieval.local import open_index
+
+    search = open_index(args.corpus, args.index)
+    print(search.identity)
+    for path in args.questions:
+        questions = load_questions(path)
+        found = search.search([question.text for question in questions], 10)
+        recalls = {
+            k: [gold_recall(q.answers, hits[:k]) for q, hits in zip(questions, found, strict=True)]
+            for k in (3, 10)
+        }
+        shares = {k: np.mean([r for r in recall if r is not None]) for k, recall in recalls.items()}
+        print(f"{path}: " + ", ".join(f"recall@{k} {share:.1%}" for k, share in shares.items()), flush=True)
+
+
+# ---------------------------------------------------------------- exact search
+
+
+def bench_exact(args: argparse.Namespace) -> None:
+    """Prints seconds per batch of exact search and of faiss on the same vectors, and whether they agree."""
+    import faiss
+    import jax
+    import jax.numpy as jnp
+
+    from mopd_jax.retrieval.exact import ExactSearch, make_mesh
+
+    rng = np.random.default_rng(args.seed)
+    vectors, queries = (
+        _unit(rng.standard_normal((count, args.width), np.float32)).astype(jnp.bfloat16)
+        for count in (args.passages, args.queries)
+    )
+    search = ExactSearch(vectors, make_mesh(jax.local_devices()))
+    search.top(queries, 3)  # compiles
+    ours, (scores, passages) = _timed(lambda: search.top(queries, 3), repeat=5)
+    flat = faiss.IndexFlatIP(args.width)
+    flat.add(vectors.astype(np.float32))
+    theirs, (expected, numbers) = _timed(lambda: flat.search(queries.astype(np.float32), 3), repeat=3)
+    print(f"{args.passages} × {args.width}, {args.queries} queries on {jax.local_device_count()} devices")
+    print(f"exact search {ours:.3f} s, faiss {theirs:.3f} s: {theirs / ours:.1f} × as fast")
+    print(
+        f"same passages {(passages == numbers).mean():.2%}, scores to {np.abs(scores - expected).max():.0e}"
+    )
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def bench_fit(args: argparse.Namespace) -> None:
+    """Compiles exact search ahead of time and prints what it needs on a device."""
+    from tools.compile_for_pod import HOST_ONLY, open_pod
+
+    os.environ |= HOST_ONLY
+    pod = open_pod(args.topology)
+    from mopd_jax.retrieval.exact import lower_search, make_mesh
+
+    lowered = lower_search(make_mesh(pod.devices), args.passages, args.width, args.queries, 3)
+    seconds, compiled = _timed(lowered.compile)
+    memory = compiled.memory_analysis()
+    peak = memory.peak_memory_in_bytes
+    print(
+        f"{args.topology}, {args.passages} × {args.width}, {args.queries} queries: arguments "
+        f"{memory.argument_size_in_bytes / GB:.2f} GB, peak {peak / GB:.2f} GB of "
+        f"{pod.chip.memory / GB:.1f}, compiled in {seconds:.0f} s"
+    )
+    if peak > pod.chip.memory:
+        raise Refusal(f"It does not fit {args.topology}: take a larger slice.")
+
+
+# ---------------------------------------------------------------- command line
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    modes = parser.add_subparsers(required=True, metavar="mode")
+
+    def mode(name: str, run: Callable[[argparse.Namespace], None], **defaults: int) -> Callable:
+        added = modes.add_parser(name, help=run.__doc__.partition("\n")[0])
+        added.set_defaults(run=run)
+        for flag, default in (defaults | {"seed": 0}).items():
+            added.add_argument(f"--{flag}", type=int, default=default)
+        return added.add_argument
+
+    mode("corpus", write_corpus, passages=1_000_000)("--out", required=True)
+    for name, run, defaults in (("bm25", bench_bm25, {"queries": 512}), ("recall", bench_recall, {})):
+        add = mode(name, run, **defaults)
+        add("--corpus", required=True)
+        add("--index", required=True)
+    add("--questions", nargs="+", required=True)
+    mode("exact", bench_exact, passages=500_000, width=384, queries=64)
+    mode("fit", bench_fit, passages=21_000_000, width=768, queries=512)("--topology", default="v5e:2x4")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    with in_words():
+        main()
