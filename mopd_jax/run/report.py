@@ -64,7 +64,8 @@ def format_tables(results: Sequence[Result], resamples: Resamples, metric: str =
     check_paired(results)
     runs = by_system(results)
     title = metric_title(metric, attempts_of(results[0]))
-    tables = [_macro_table(runs), _dataset_table(runs, metric, title)]
+    summaries = {system: summarise_runs(found) for system, found in runs.items()}
+    tables = [_macro_table(runs, summaries), _dataset_table(summaries, metric, title)]
     if len(results) > len(runs):
         tables.append(_seed_table(runs, metric, title))
     if len(runs) > 1:
@@ -115,21 +116,21 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 Runs = dict[str, list[Result]]
+Summaries = dict[str, dict[str, dict[str, float]]]
 
 
-def _macro_table(runs: Runs) -> str:
+def _macro_table(runs: Runs, summaries: Summaries) -> str:
     attempts = attempts_of(next(iter(runs.values()))[0])
     header = ["system", *(metric_title(m, attempts) for m in METRICS), "aborted"]
     rows = []
     for system, found in runs.items():
-        macro = summarise_runs(found)[MACRO]
+        macro = summaries[system][MACRO]
         aborted = sum(record.aborted for run in found for record in run.records)
         rows.append([system, *(format_value(macro[m], m) for m in METRICS), str(aborted)])
     return markdown(header, rows)
 
 
-def _dataset_table(runs: Runs, metric: str, title: str) -> str:
-    summaries = {system: summarise_runs(found) for system, found in runs.items()}
+def _dataset_table(summaries: Summaries, metric: str, title: str) -> str:
     columns = list(next(iter(summaries.values())))
     rows = [[s, *(format_value(found[c][metric], metric) for c in columns)] for s, found in summaries.items()]
     return markdown([title, *columns], rows)
