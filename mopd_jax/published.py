@@ -60,7 +60,7 @@ PAPER = {
     "h_mas": 28.60,
     "prompted_critic_h_mas": 34.62,
     "stage1_c_mas": 36.07,
-    "tree_grpo": 37.37,
+    "tree_grpo_single": 37.37,
     "stage2_h_mas": 38.68,
     "searcher_grpo_h_mas": 17.78,
     "base_teacher_h_mas": 29.50,
