@@ -33,7 +33,10 @@ def test_the_report_prints_systems_datasets_and_differences():
     # nq's two questions gain 1/2 each, popqa's one question 1: nothing to resample.
     assert cells(differences.splitlines()[2]) == ["stage2 − h_mas", "+75.00", "[+75.00, +75.00]"]
     assert len({len(line) for line in systems.splitlines()}) == 1
-    assert note == "Intervals are over questions with their attempts, of one training run per system."
+    assert note == (
+        "Intervals are over questions with their attempts, of one training run per system; they are not "
+        "corrected for the number of pairs."
+    )
 
 
 def test_runs_of_a_system_are_one_line_and_stand_apart_by_seed():
@@ -52,7 +55,7 @@ def test_runs_of_a_system_are_one_line_and_stand_apart_by_seed():
         ["ours", "0.00", "100.00", "50.00"],
     ]
     assert cells(differences.splitlines()[2])[:2] == ["ours − base", "+0.00"]
-    assert note.endswith("and over 1–3 training runs per system.")
+    assert " and over 1–3 training runs per system (over a handful they come out too narrow);" in note
 
 
 def test_results_of_other_conditions_stand_in_a_table_of_their_own():

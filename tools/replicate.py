@@ -81,7 +81,6 @@ def clean_commit(checkout: pathlib.Path, file: str) -> str:
     Raises:
       Refusal: it is no checkout, has changes, or does not hold the file.
     """
-    _git(checkout, "rev-parse", "--show-toplevel")
     if changes := _git(checkout, "status", "--porcelain"):
         raise Refusal(
             f"{checkout} has changes that no commit holds, so no report could name what ran:\n{changes}\n"

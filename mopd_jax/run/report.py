@@ -158,6 +158,11 @@ def _difference_table(resamples: Resamples, metric: str, title: str) -> str:
 def _what_intervals_cover(runs: Runs) -> str:
     counts = {len(found) for found in runs.values()}
     if counts == {1}:
-        return "Intervals are over questions with their attempts, of one training run per system."
-    number = "–".join(str(count) for count in sorted({min(counts), max(counts)}))
-    return f"Intervals are over questions with their attempts and over {number} training runs per system."
+        covered = ", of one training run per system"
+    else:
+        number = "–".join(str(count) for count in sorted({min(counts), max(counts)}))
+        covered = f" and over {number} training runs per system (over a handful they come out too narrow)"
+    return (
+        f"Intervals are over questions with their attempts{covered}; they are not corrected for the number "
+        "of pairs."
+    )
