@@ -24,6 +24,7 @@ setup(
         "importlib_resources",  # tensorflow-datasets imports it without naming it
         "jax>=0.10",
         "jinja2",  # transformers renders chat templates with it
+        "matplotlib",
         "ml_collections>=1.1",
         "numpy>=2",
         "optax",

@@ -15,7 +15,7 @@ from mopd_jax.config import Chain, Config, Kind, phases
 from mopd_jax.refusal import in_words
 
 if TYPE_CHECKING:
-    from mopd_jax.run.report import Result
+    from mopd_jax.run.results import Result
 
 
 def main(config: Config | Chain, hosts: flags.Hosts = flags.ALONE) -> None:
@@ -60,7 +60,7 @@ def evaluate(name: str, config: Config) -> "Result":
 
     from mopd_jax.run import checkpoint, hosts, parts
     from mopd_jax.run.evaluation import evaluate_team, take_cache_hits, write_episodes
-    from mopd_jax.run.report import read_result, write_result
+    from mopd_jax.run.results import read_result, write_result
 
     folder = epath.Path(config.run.dir)
     questions = parts.load_test(config)

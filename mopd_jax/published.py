@@ -1,4 +1,4 @@
-"""Published figures for planning without a checkpoint and without a TPU: plain numbers, nothing imported."""
+"""Published figures, to plan with and to compare with: plain numbers, nothing imported."""
 
 from dataclasses import dataclass
 
@@ -54,3 +54,16 @@ QWEN3 = {
     "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tie_word_embeddings=False),
 }
 """Name → fields of `Qwen3Config`, as in each checkpoint's config.json."""
+
+PAPER = {
+    "c_mas": 25.09,
+    "h_mas": 28.60,
+    "prompted_critic_h_mas": 34.62,
+    "stage1_c_mas": 36.07,
+    "tree_grpo_single": 37.37,
+    "stage2_h_mas": 38.68,
+    "searcher_grpo_h_mas": 17.78,
+    "base_teacher_h_mas": 29.50,
+    "no_searcher_loss_h_mas": 29.82,
+}
+"""Name of an evaluation in configs/mini_systems.py → the paper's macro avg@4, %."""

@@ -19,7 +19,7 @@ from mopd_jax.retrieval.search import Document, SearchError
 from mopd_jax.rollout.driver import Driver
 from mopd_jax.run import parts
 from mopd_jax.run.evaluation import TooManyAborted, check_aborted, conditions, evaluate_team, write_episodes
-from mopd_jax.run.report import read_result, write_result
+from mopd_jax.run.results import read_result, write_result
 from mopd_jax.run.validation import Validation
 from mopd_jax.team.roles import DOCUMENTS as DOCUMENTS_TAG
 from tests import engines, tiny

@@ -16,7 +16,7 @@ from mopd_jax.data.questions import load_questions
 from mopd_jax.data.recall import findable, holds
 from mopd_jax.model import hf
 from mopd_jax.run.checkpoint import write_json
-from mopd_jax.run.report import Conditions, Record, Result
+from mopd_jax.run.results import Conditions, Record, Result
 from tests.fixtures import read_metrics, write_qwen_tokenizer
 from tests.test_train import ONE_DEVICE, ROOT
 from tools import make_checkpoint, run_stages
@@ -183,7 +183,7 @@ def make_result(*attempts: tuple[int, dict]) -> Result:
         )
         for n, (calls, rows) in enumerate(attempts)
     ]
-    return Result("ours", Conditions("", "", {}), tuple(records))
+    return Result("ours", 0, Conditions("", "", {}), tuple(records))
 
 
 def test_a_turn_is_valid_unless_it_ended_its_row_without_an_action():

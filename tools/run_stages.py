@@ -25,7 +25,8 @@ from mopd_jax.config import Kind
 from mopd_jax.refusal import in_words
 from mopd_jax.run import parts, preflight
 from mopd_jax.run.checkpoint import read_json, write_json
-from mopd_jax.run.report import Result, format_report, read_result
+from mopd_jax.run.report import format_report
+from mopd_jax.run.results import Result, read_result
 from mopd_jax.team.episode import Status
 
 LAPTOP = (

@@ -16,7 +16,7 @@ from mopd_jax.retrieval.search import Retriever
 from mopd_jax.rollout.driver import Driver, Task, WorkflowFactory
 from mopd_jax.run import hosts
 from mopd_jax.run.episode_metrics import first_answer_em
-from mopd_jax.run.report import Conditions, Record, Result
+from mopd_jax.run.results import Conditions, Record, Result
 from mopd_jax.team.episode import Episode, Question
 
 
@@ -104,10 +104,8 @@ def evaluate_team(
     ask = functools.partial(driver.run, workflow)
     episodes = hosts.spread(ask, attempts_at(questions, attempts), together=attempts)
     check_aborted(episodes, config.retrieval.max_aborted_share, driver.retriever)
-    result = Result(
-        system, conditions(config, questions, driver.retriever.identity), tuple(map(record, episodes))
-    )
-    return result, episodes
+    asked_under = conditions(config, questions, driver.retriever.identity)
+    return Result(system, config.run.seed, asked_under, tuple(map(record, episodes))), episodes
 
 
 def write_episodes(episodes: Sequence[Episode], path: epath.PathLike) -> None:

@@ -1,318 +1,110 @@
-"""Results of an evaluation: their file, their metrics, and how sure a difference between two is.
+"""Tables of results, as Markdown that reads well as plain text too."""
 
-Shape letters of this module: Q questions of a dataset, A attempts per question, R resamples.
-"""
-
-import dataclasses
 import itertools
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from etils import epath
 
-from mopd_jax.refusal import Refusal
-
-MACRO = "macro"
-"""Name of the unweighted mean over datasets."""
-
-METRICS = {
-    "avg": ("em", np.mean),
-    "pass": ("em", np.max),
-    "all": ("em", np.min),
-    "f1": ("f1", np.mean),
-    "containment": ("containment", np.mean),
-    "recall": ("recall", np.mean),
-    "searches": ("searches", np.mean),
-    "no_search": ("no_search", np.mean),
-    "calls": ("calls", np.mean),
-    "input_tokens": ("input_tokens", np.mean),
-    "output_tokens": ("output_tokens", np.mean),
-}
-"""Name of a metric → the record's field, and what makes one number of a question's attempts."""
-
-SHARES = ("avg", "pass", "all", "f1", "containment", "recall", "no_search")
-"""Metrics between 0 and 1, printed in percent."""
+from mopd_jax.run.results import Result, by_system, check_paired, differing_conditions
+from mopd_jax.run.scores import (
+    DRAWS,
+    MACRO,
+    METRICS,
+    SHARES,
+    Interval,
+    Resamples,
+    attempts_of,
+    resample,
+    summarise,
+    summarise_runs,
+)
 
 
-@dataclass(frozen=True)
-class Record:
-    """One attempt at one question."""
-
-    dataset: str
-    split: str
-    id: str
-    attempt: int
-    """Number of the attempt, from 0."""
-    answer: str
-    """The team's answer, "" for none."""
-    em: float
-    """Normalised exact match, 0.0 or 1.0."""
-    f1: float
-    """Token F1."""
-    containment: float
-    """A gold answer lies within the answer, 0.0 or 1.0."""
-    recall: float | None
-    """A gold answer lies within the retrieved documents, 0.0 or 1.0; None where that cannot be asked."""
-    searches: int
-    calls: int
-    """Model calls."""
-    input_tokens: int
-    """Sum of the prompt lengths over model calls, caches ignored."""
-    output_tokens: int
-    aborted: bool
-    """A search failed for good; the attempt counts as wrong and is reported."""
-    rows: dict[str, dict[str, int]]
-    """Role → status → conversations of this workflow that ended so."""
-
-    @property
-    def no_search(self) -> float:
-        """1.0 if the workflow never searched, else 0.0."""
-        return float(self.searches == 0)
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What has to agree for results to stand in one table."""
-
-    questions: str
-    """Fingerprint of the questions (the manifest's hash)."""
-    retriever: str
-    """The retriever's identity."""
-    limits: dict[str, int]
-    """Limits of the team and documents per search, by name."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """One system's attempts at all questions."""
-
-    system: str
-    conditions: Conditions
-    records: tuple[Record, ...]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A difference and its 95 % interval."""
-
-    difference: float
-    low: float
-    high: float
-
-
-def write_result(result: Result, path: epath.PathLike) -> None:
-    """Writes a JSONL file: system and conditions in the first line, then one record per line."""
-    head = {"system": result.system, "conditions": dataclasses.asdict(result.conditions)}
-    lines = [head, *map(dataclasses.asdict, result.records)]
-    epath.Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def read_result(path: epath.PathLike) -> Result:
-    """Returns what `write_result` wrote.
+def format_report(results: Sequence[Result], draws: int = DRAWS, seed: int = 0) -> str:
+    """Returns the tables of all results; those with other questions, retriever or limits stand apart.
 
     Raises:
-      TypeError: the file's fields are not those of `Record` and `Conditions`.
+      Refusal: results of the same conditions are not comparable, see `check_paired`.
     """
-    head, *lines = map(json.loads, epath.Path(path).read_text().splitlines())
-    records = tuple(Record(**line) for line in lines)
-    return Result(head["system"], Conditions(**head["conditions"]), records)
+    groups = by_conditions(results)
+    if len(groups) == 1:
+        return format_tables(results, resample(results, draws=draws, seed=seed))
+    differing = differing_conditions([group[0] for group in groups])
+    return "\n\n".join(
+        f"With {', '.join(f'{name} = {values[n]}' for name, values in differing.items())}:\n\n"
+        + format_tables(group, resample(group, draws=draws, seed=seed))
+        for n, group in enumerate(groups)
+    )
 
 
-def summarise(result: Result) -> dict[str, dict[str, float]]:
-    """Returns dataset → metric → mean over questions, and the unweighted mean over datasets as `MACRO`.
+def by_conditions(results: Sequence[Result]) -> list[list[Result]]:
+    """Returns the results in groups of equal conditions, in the order in which these come first."""
+    groups: list[list[Result]] = []
+    for result in results:
+        same = [group for group in groups if group[0].conditions == result.conditions]
+        if same:
+            same[0].append(result)
+        else:
+            groups.append([result])
+    return groups
 
-    Metrics are those of `METRICS`, shares as 0 … 1, costs per workflow, and "malformed ROLE" and
-    "truncated ROLE", the share of that role's conversations that ended so. A mean over nothing is NaN.
+
+def format_tables(results: Sequence[Result], resamples: Resamples, metric: str = "avg") -> str:
+    """Returns tables: systems by macro metrics, by dataset and by seed; every difference with its interval.
+
+    Args:
+      results: all runs of all systems.
+      resamples: of `metric` for the same results.
+      metric: what the second and later tables show, a name of `METRICS`.
 
     Raises:
-      Refusal: questions differ in their attempts, or an attempt comes twice.
+      Refusal: the results are not comparable, see `check_paired`.
     """
-    questions = _by_question(result)
-    summary = {
-        dataset: {metric: _mean(_values(attempts, metric)) for metric in METRICS} | _endings(attempts)
-        for dataset, attempts in questions.items()
-    }
-    names = dict.fromkeys(itertools.chain.from_iterable(summary.values()))
-    macro = {name: _mean([row.get(name, np.nan) for row in summary.values()]) for name in names}
-    return summary | {MACRO: macro}
-
-
-def paired_difference(
-    ours: Result, theirs: Result, metric: str = "avg", draws: int = 10_000, seed: int = 0
-) -> Interval:
-    """Returns the macro difference `ours − theirs` of a metric with its paired bootstrap interval.
-
-    Questions are resampled with replacement inside each dataset, their attempts and both systems kept
-    together, and the macro difference is computed again for each of `draws` resamples; the interval
-    holds its percentiles 2.5 to 97.5 (evaluation protocol). The same seed gives the same interval.
-
-    Raises:
-      Refusal: the two are not comparable, see `check_comparable`.
-    """
-    check_comparable([ours, theirs])
-    pairs = zip(_by_question(ours).values(), _by_question(theirs).values(), strict=True)
-    differences = [_known(_values(a, metric) - _values(b, metric)) for a, b in pairs]
-    rng = np.random.default_rng(seed)
-    macro_R = np.mean([_resampled_means(d, draws, rng) for d in differences if d.size], axis=0)
-    low, high = np.percentile(macro_R, [2.5, 97.5])
-    return Interval(_mean([_mean(d) for d in differences]), float(low), float(high))
-
-
-def check_comparable(results: Sequence[Result]) -> None:
-    """Checks that results may stand in one table.
-
-    Raises:
-      Refusal: two differ in their questions, retriever, limits or attempts, or share their name.
-    """
-    first = results[0]
-    for other in results[1:]:
-        for name, ours in dataclasses.asdict(first.conditions).items():
-            theirs = getattr(other.conditions, name)
-            if ours != theirs:
-                raise Refusal(
-                    f"{first.system} and {other.system} differ in their {name}: {ours} and {theirs}. "
-                    "Only results with the same questions, retriever and limits can be compared: "
-                    "evaluate one of them again."
-                )
-        if one_sided := _keys(first) ^ _keys(other):
-            raise Refusal(
-                f"{first.system} and {other.system} do not hold the same attempts: {len(one_sided)} are in "
-                f"one of them only, {min(one_sided)} first. Evaluate one of them again."
-            )
-    names = [result.system for result in results]
-    if len(set(names)) < len(names):
-        raise Refusal(f"Found the systems {names}, expected a name of its own for each.")
-
-
-def format_report(results: Sequence[Result], draws: int = 10_000, seed: int = 0) -> str:
-    """Returns Markdown tables: systems by macro metrics, by dataset, and every difference with its interval.
-
-    Raises:
-      Refusal: the results are not comparable, see `check_comparable`.
-    """
-    check_comparable(results)
-    summaries = {result.system: summarise(result) for result in results}
-    tables = [_macro_table(results, summaries), _dataset_table(results, summaries)]
-    if len(results) > 1:
-        tables.append(_difference_table(results, draws, seed))
+    check_paired(results)
+    runs = by_system(results)
+    title = metric_title(metric, attempts_of(results[0]))
+    summaries = {system: summarise_runs(found) for system, found in runs.items()}
+    tables = [_macro_table(runs, summaries), _dataset_table(summaries, metric, title)]
+    if len(results) > len(runs):
+        tables.append(_seed_table(runs, metric, title))
+    if len(runs) > 1:
+        tables += [_difference_table(resamples, metric, title), _what_intervals_cover(runs)]
     return "\n\n".join(tables)
 
 
-def _keys(result: Result) -> set[tuple[str, str, str, int]]:
-    return {(r.dataset, r.split, r.id, r.attempt) for r in result.records}
+def differences(resamples: Resamples) -> dict[tuple[str, str], Interval]:
+    """Returns (later, earlier) → the difference later − earlier for every pair of systems."""
+    pairs = itertools.combinations(resamples.means, 2)
+    return {(ours, theirs): resamples.difference(ours, theirs) for theirs, ours in pairs}
 
 
-def _by_question(result: Result) -> dict[str, list[list[Record]]]:
-    """Returns dataset → questions in order of their key → attempts in order, all checked."""
-    grouped = {}
-    for record in sorted(result.records, key=lambda r: (r.dataset, r.split, r.id, r.attempt)):
-        grouped.setdefault(record.dataset, {}).setdefault((record.split, record.id), []).append(record)
-    expected = list(range(_attempts(result)))
-    for dataset, questions in grouped.items():
-        for key, attempts in questions.items():
-            found = [record.attempt for record in attempts]
-            if found != expected:
-                raise Refusal(
-                    f"{result.system}: question {(dataset, *key)} has the attempts {found}, expected "
-                    f"{expected}. Evaluate it again: each question counts with all its attempts."
-                )
-    return {dataset: list(questions.values()) for dataset, questions in grouped.items()}
+def metric_title(metric: str, attempts: int) -> str:
+    """Returns the head of a metric's column, e.g. "avg@4, %"."""
+    name = f"{metric}@{attempts}" if metric in ("avg", "pass", "all") else metric.replace("_", " ")
+    return f"{name}, %" if metric in SHARES else name
 
 
-def _attempts(result: Result) -> int:
-    if not result.records:
-        raise Refusal(f"{result.system}: found no record.")
-    return 1 + max(record.attempt for record in result.records)
-
-
-def _values(questions: list[list[Record]], metric: str) -> np.ndarray:
-    """Returns a metric per question, float64 [Q]; NaN where it cannot be asked."""
-    field, reduce = METRICS[metric]
-    values_QA = np.array([[getattr(r, field) for r in attempts] for attempts in questions], float)
-    return reduce(values_QA, axis=1)
-
-
-def _known(values: Sequence[float]) -> np.ndarray:
-    return np.asarray(values)[~np.isnan(values)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    known = _known(values)
-    return float(known.mean()) if known.size else float("nan")
-
-
-def _endings(questions: list[list[Record]]) -> dict[str, float]:
-    """Returns "malformed ROLE" and "truncated ROLE": shares of the role's conversations."""
-    counts = {}
-    for record in itertools.chain.from_iterable(questions):
-        for role, statuses in record.rows.items():
-            for status, count in statuses.items():
-                ended = counts.setdefault(role, {"malformed": 0, "truncated": 0, "all": 0})
-                ended["all"] += count
-                if (kind := status.split(":")[0]) in ended:
-                    ended[kind] += count
-    return {
-        f"{kind} {role}": ended[kind] / ended["all"]
-        for role, ended in counts.items()
-        for kind in ("malformed", "truncated")
-    }
-
-
-def _resampled_means(values: np.ndarray, draws: int, rng: np.random.Generator) -> np.ndarray:
-    """Returns the means of `draws` resamples of [Q] values, float64 [R], a bounded number at a time."""
-    count = len(values)
-    block = max(1, 2**22 // count)
-    sizes = [min(block, draws - start) for start in range(0, draws, block)]
-    return np.concatenate([values[rng.integers(0, count, (size, count))].mean(axis=1) for size in sizes])
-
-
-def _macro_table(results: Sequence[Result], summaries: dict) -> str:
-    attempts = _attempts(results[0])
-    titles = {"avg": f"avg@{attempts}", "pass": f"pass@{attempts}", "all": f"all@{attempts}"}
-    header = ["system", *(_title(titles.get(m, m), m) for m in METRICS), "aborted"]
-    rows = [
-        [
-            result.system,
-            *(_number(summaries[result.system][MACRO][m], m) for m in METRICS),
-            str(sum(record.aborted for record in result.records)),
-        ]
-        for result in results
-    ]
-    return _markdown(header, rows)
-
-
-def _dataset_table(results: Sequence[Result], summaries: dict) -> str:
-    columns = list(summaries[results[0].system])
-    rows = [[r.system, *(_number(summaries[r.system][c]["avg"], "avg") for c in columns)] for r in results]
-    return _markdown([f"avg@{_attempts(results[0])}, %", *columns], rows)
-
-
-def _difference_table(results: Sequence[Result], draws: int, seed: int) -> str:
-    rows = []
-    for theirs, ours in itertools.combinations(results, 2):
-        found = paired_difference(ours, theirs, "avg", draws, seed)
-        interval = f"[{100 * found.low:+.2f}, {100 * found.high:+.2f}]"
-        rows.append([f"{ours.system} − {theirs.system}", f"{100 * found.difference:+.2f}", interval])
-    return _markdown([f"difference in macro avg@{_attempts(results[0])}", "points", "95 % interval"], rows)
-
-
-def _title(title: str, metric: str) -> str:
-    return f"{title.replace('_', ' ')}, %" if metric in SHARES else title.replace("_", " ")
-
-
-def _number(value: float, metric: str) -> str:
+def format_value(value: float, metric: str) -> str:
+    """Returns a metric as its column shows it, "–" for NaN."""
     if np.isnan(value):
         return "–"
     return f"{100 * value:.2f}" if metric in SHARES else f"{value:,.2f}"
 
 
-def _markdown(header: list[str], rows: list[list[str]]) -> str:
-    """Returns a table that reads well as plain text too: first column left, numbers right."""
+def format_interval(interval: Interval, metric: str) -> tuple[str, str]:
+    """Returns difference and interval as text, in points for a share."""
+    scale = 100 if metric in SHARES else 1
+    numbers = (interval.difference, interval.low, interval.high)
+    point, low, high = (f"{round(scale * x, 2) + 0.0:+,.2f}" for x in numbers)  # + 0.0: no "-0.00"
+    return point, f"[{low}, {high}]"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table whose first column stands left and whose others stand right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
 
-    def line(cells: list[str]) -> str:
+    def line(cells: Sequence[str]) -> str:
         padded = [
             f"{cells[0]:<{widths[0]}}",
             *(f"{c:>{w}}" for c, w in zip(cells[1:], widths[1:], strict=True)),
@@ -321,3 +113,56 @@ def _markdown(header: list[str], rows: list[list[str]]) -> str:
 
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join(line(cells) for cells in (header, rule, *rows))
+
+
+Runs = dict[str, list[Result]]
+Summaries = dict[str, dict[str, dict[str, float]]]
+
+
+def _macro_table(runs: Runs, summaries: Summaries) -> str:
+    attempts = attempts_of(next(iter(runs.values()))[0])
+    header = ["system", *(metric_title(m, attempts) for m in METRICS), "aborted"]
+    rows = []
+    for system, found in runs.items():
+        macro = summaries[system][MACRO]
+        aborted = sum(record.aborted for run in found for record in run.records)
+        rows.append([system, *(format_value(macro[m], m) for m in METRICS), str(aborted)])
+    return markdown(header, rows)
+
+
+def _dataset_table(summaries: Summaries, metric: str, title: str) -> str:
+    columns = list(next(iter(summaries.values())))
+    rows = [[s, *(format_value(found[c][metric], metric) for c in columns)] for s, found in summaries.items()]
+    return markdown([title, *columns], rows)
+
+
+def _seed_table(runs: Runs, metric: str, title: str) -> str:
+    """Macro means of every training run; "–" where a system lacks a seed."""
+    seeds = sorted({run.seed for found in runs.values() for run in found})
+    rows = []
+    for system, found in runs.items():
+        values = {run.seed: summarise(run)[MACRO][metric] for run in found}
+        rows.append([system, *(format_value(values.get(seed, np.nan), metric) for seed in seeds)])
+    return markdown([f"{title}, by seed", *map(str, seeds)], rows)
+
+
+def _difference_table(resamples: Resamples, metric: str, title: str) -> str:
+    unit = "points" if metric in SHARES else "difference"
+    rows: list[list[Any]] = [
+        [f"{ours} − {theirs}", *format_interval(interval, metric)]
+        for (ours, theirs), interval in differences(resamples).items()
+    ]
+    return markdown([f"difference in macro {title.removesuffix(', %')}", unit, "95 % interval"], rows)
+
+
+def _what_intervals_cover(runs: Runs) -> str:
+    counts = {len(found) for found in runs.values()}
+    if counts == {1}:
+        covered = ", of one training run per system"
+    else:
+        number = "–".join(str(count) for count in sorted({min(counts), max(counts)}))
+        covered = f" and over {number} training runs per system (over a handful they come out too narrow)"
+    return (
+        f"Intervals are over questions with their attempts{covered}; they are not corrected for the number "
+        "of pairs."
+    )

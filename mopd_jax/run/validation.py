@@ -9,7 +9,7 @@ from mopd_jax.data.questions import select
 from mopd_jax.run import hosts, parts
 from mopd_jax.run.checkpoint import read_json, write_json
 from mopd_jax.run.evaluation import evaluate_team
-from mopd_jax.run.report import MACRO, summarise
+from mopd_jax.run.scores import MACRO, summarise
 
 SHOWN = {"avg": "em", "searches": "searches", "no_search": "no_search", "recall": "recall"}
 
