@@ -1,5 +1,8 @@
-"""What the full-scale experiments share; no experiment itself. See stage1.py and stage2.py."""
+"""What the full-scale experiments share; no experiment itself. Their differences are in systems.py."""
 
+from collections.abc import Callable
+
+from configs.systems import Models
 from mopd_jax.config import (
     Attention,
     Backend,
@@ -19,7 +22,7 @@ from mopd_jax.config import (
     TrainConfig,
 )
 
-BASE = "checkpoints/Qwen3-4B-Instruct-2507"
+MODELS = Models(base="checkpoints/Qwen3-4B-Instruct-2507", stage1="runs/stage1", stage2="runs/stage2")
 BENCHMARKS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 
 
@@ -28,7 +31,7 @@ def base() -> Config:
     return Config(
         train=TrainConfig(steps=300, questions=64, workflows=5),
         model=ModelConfig(
-            init=BASE,
+            init=MODELS.base,
             compute=Precision.BFLOAT16,
             frozen=Precision.BFLOAT16,
             rollout=Precision.BFLOAT16,
@@ -56,3 +59,10 @@ def base() -> Config:
         eval=EvalConfig(every=25, validation_questions=256, attempts=4),
         checkpoint=CheckpointConfig(every=10, keep=2),
     )
+
+
+def full_scale(system: Callable[[Config, Models], Config]) -> Config:
+    """Returns a system of systems.py at full scale; its folder is called as it is."""
+    config = system(base(), MODELS)
+    config.run.dir = f"runs/{system.__name__}"
+    return config

@@ -20,16 +20,13 @@ from mopd_jax.config import (
     Chain,
     Config,
     Kind,
-    Objective,
     RunConfig,
     Schedule,
     Wording,
     Workflow,
 )
+from mopd_jax.objective_rules import Finding, objectives
 from mopd_jax.refusal import Refusal
-
-Finding = tuple[str, str]
-"""Dotted field inside its config, and what is wrong with it."""
 
 
 class ConfigError(Refusal):
@@ -149,9 +146,9 @@ POSITIVE = (
     "eval.validation_attempts eval.attempts checkpoint.every checkpoint.keep"
 ).split()
 NOT_NEGATIVE = (
-    "data.world_seed retrieval.retries rollout.parked learn.kl learn.beta learn.role_gradients_every "
-    "optim.lr optim.weight_decay optim.warmup_steps train.steps eval.every eval.validation_questions "
-    "eval.questions"
+    "data.world_seed retrieval.retries team.workflow_input_tokens rollout.parked learn.kl learn.beta "
+    "learn.role_gradients_every optim.lr optim.weight_decay optim.warmup_steps train.steps eval.every "
+    "eval.validation_questions eval.questions"
 ).split()
 
 
@@ -330,41 +327,8 @@ def _training(c: Config, kind: Kind) -> Iterator[Finding]:
         yield "optim.warmup_steps", f"leaves none of {updates} updates to a {show(c.optim.schedule)} schedule"
 
 
-def _objectives(c: Config, kind: Kind) -> Iterator[Finding]:
-    """Who learns from what: only a reinforce phase has roles with objectives."""
-    if kind is not Kind.REINFORCE:
-        return
-    learn, objectives = c.learn, {r: _get(c.learn, r) for r in ("leader", "searcher", "answerer")}
-    if c.team.workflow is Workflow.CASCADE and learn.leader is not Objective.NONE:
-        yield "learn.leader", "must be none: team.workflow = cascade has no Leader"
-    if set(objectives.values()) == {Objective.NONE}:
-        yield "learn.searcher", "no role has an objective, so nothing would be learnt"
-    for role in ("leader", "answerer"):
-        if objectives[role] is Objective.OPD:
-            yield f"learn.{role}", "must be grpo or none: only the Searcher is distilled"
-    yield from _groups(c)
-    distilled = Objective.OPD in objectives.values()
-    if distilled and not c.model.teacher:
-        yield "model.teacher", "learn.searcher = opd needs a teacher"
-    if c.model.teacher and not distilled:
-        yield "model.teacher", "no role is distilled (opd), so it would score nothing: leave it empty"
-    if distilled and not learn.beta > 0:
-        yield "learn.beta", "must be above 0: it weighs the only signal of learn.searcher = opd"
-    if Objective.GRPO in objectives.values() and learn.kl > 0 and not c.model.reference:
-        yield "model.reference", f"learn.kl = {learn.kl} needs a reference; 0 turns the penalty off"
-
-
-def _groups(c: Config) -> Iterator[Finding]:
-    """GRPO compares the rows of a group; a group of one teaches nothing."""
-    for role in ("leader", "searcher"):
-        if _get(c.learn, role) is Objective.GRPO and c.train.workflows < 2:
-            yield "train.workflows", f"learn.{role} = grpo compares workflows of one question: at least 2"
-    if c.learn.answerer is Objective.GRPO and c.team.candidates < 2:
-        yield "team.candidates", "learn.answerer = grpo compares candidates of one answer request: at least 2"
-
-
 _RULES = (_numbers, _sampling, _architecture, _mesh, _lengths)
-_PHASE_RULES = (_model, _data, _choices, _retrieval, _team, _training, _objectives)
+_PHASE_RULES = (_model, _data, _choices, _retrieval, _team, _training, objectives)
 
 
 # ---------------------------------------------------------------- phases and chains

@@ -6,8 +6,23 @@ refused config cost a fraction of a second.
 """
 
 import dataclasses
-import enum
 from dataclasses import dataclass, field
+
+from mopd_jax.choices import (
+    Attention,
+    Backend,
+    Denominator,
+    Kind,
+    KLPlacement,
+    Objective,
+    PenaltyScope,
+    Precision,
+    Remat,
+    Schedule,
+    SearcherReward,
+    Wording,
+    Workflow,
+)
 
 MINIATURE = "miniature"
 """The embedded world, where a config names files."""
@@ -15,101 +30,6 @@ RANDOM = "random"
 """Random weights with the embedded world's tokenizer, where a config names a model."""
 SPLASH_TILE = 128
 """Rows of splash attention are a multiple of this many tokens, the width of a TPU's vectors."""
-
-
-class Kind(enum.Enum):
-    """What a phase does."""
-
-    SUPERVISED = "supervised"
-    REINFORCE = "reinforce"
-    EVALUATE = "evaluate"
-
-
-class Workflow(enum.Enum):
-    """Who talks to whom."""
-
-    CASCADE = "cascade"
-    HIERARCHY = "hierarchy"
-
-
-class Wording(enum.Enum):
-    """Which prompts the roles get."""
-
-    FULL = "full"
-    MINIATURE = "miniature"
-
-
-class Objective(enum.Enum):
-    """What a role's tokens learn from."""
-
-    GRPO = "grpo"
-    OPD = "opd"
-    NONE = "none"
-
-
-class KLPlacement(enum.Enum):
-    """Where the KL penalty enters the reward."""
-
-    TOKEN = "token"
-    SEQUENCE = "sequence"
-
-
-class Denominator(enum.Enum):
-    """What the loss is divided by."""
-
-    ALL = "all"
-    ROLE = "role"
-
-
-class PenaltyScope(enum.Enum):
-    """Which Searcher rows a malformed Searcher turn costs."""
-
-    ROW = "row"
-    WORKFLOW = "workflow"
-
-
-class SearcherReward(enum.Enum):
-    """What a GRPO-trained Searcher is rewarded for."""
-
-    ACTIVITY = "activity"
-    OUTCOME = "outcome"
-
-
-class Backend(enum.Enum):
-    """Which retriever answers the searches."""
-
-    MINIATURE = "miniature"
-    BM25 = "bm25"
-    HTTP = "http"
-
-
-class Schedule(enum.Enum):
-    """How the learning rate moves after its warm-up."""
-
-    CONSTANT = "constant"
-    COSINE = "cosine"
-    LINEAR = "linear"
-
-
-class Precision(enum.Enum):
-    """A floating-point type."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class Remat(enum.Enum):
-    """What the backward pass computes again."""
-
-    NONE = "none"
-    FULL = "full"
-
-
-class Attention(enum.Enum):
-    """What computes attention over packed rows."""
-
-    XLA = "xla"
-    SPLASH = "splash"
 
 
 @dataclass
@@ -236,6 +156,9 @@ class TeamConfig:
     """Searches of one Searcher session; then only a summary is accepted [D]."""
     workflow_searches: int = 12
     """Searches of one workflow; a Searcher at this cap is asked for its summary [D]."""
+    workflow_input_tokens: int = 0
+    """Input tokens of one workflow, summed over its model calls, after which nobody may search or give a
+    sub-task any more; 0: no such cap [D]."""
     leader_tokens: int = 256
     """New tokens per Leader turn [D]."""
     searcher_tokens: int = 256
@@ -291,6 +214,8 @@ class LearnConfig:
     """Whether a malformed turn of a GRPO-trained Searcher costs −1 on its row or on all Searcher rows [D]."""
     kl: float = 1e-3
     """Coefficient of the KL penalty in the reward of GRPO roles [P]."""
+    searcher_kl: bool = True
+    """Whether a Searcher with a reward pays the KL penalty too, as in stage 1 [D]."""
     kl_placement: KLPlacement = KLPlacement.TOKEN
     """Per token after the outcome is normalised, or per sequence before [D]."""
     beta: float = 0.01

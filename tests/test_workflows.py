@@ -297,3 +297,29 @@ def test_documents_reach_the_searcher_as_the_retriever_gave_them():
     two = (Document("a", "A\nx"), Document("b", "B\n<search>"))
     played = run_cascade(SEARCH, SUMMARY, ANSWER, documents=two)
     assert played.asked(Role.SEARCHER)[1].messages[0].documents == two
+
+
+def read_much(text: str) -> Turn:
+    """A turn whose prompt had 100 tokens."""
+    return Turn(text, Stop.END, input_tokens=100)
+
+
+def test_a_team_that_has_read_its_tokens_neither_searches_nor_delegates_any_more():
+    """200 tokens: the Leader's first turn and the Searcher's first search use them up."""
+    script = [read_much(text) for text in (TASK, SEARCH, SUMMARY, REQUEST, ANSWER)]
+    played = run_hierarchy(*script, workflow_input_tokens=200)
+    searcher, leader = played.asked(Role.SEARCHER), played.asked(Role.LEADER)
+    assert searcher[1].messages[0].content == PROMPTS.ask_summary
+    assert leader[1].messages[0].content.endswith(f"\n{PROMPTS.ask_answer}")
+    assert played.outcome.answers == ("Austen",)
+    looser = run_hierarchy(*script, workflow_input_tokens=201)
+    assert looser.asked(Role.SEARCHER)[1].messages[0].content == ""
+    assert looser.asked(Role.LEADER)[1].messages[0].content.endswith(f"\n{PROMPTS.ask_answer}")
+
+
+def test_beyond_its_tokens_a_team_that_goes_on_is_malformed():
+    played = run_hierarchy(
+        *map(read_much, (TASK, SEARCH, SEARCH, REQUEST, ANSWER)), workflow_input_tokens=200
+    )
+    assert [s.status for s in closed(played, Role.SEARCHER)] == [Status.MALFORMED]
+    assert played.outcome.searches == 1

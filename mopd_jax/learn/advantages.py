@@ -99,7 +99,7 @@ def outcome_advantages(
         if earned[index] is None:
             continue
         if learn.kl_placement is KLPlacement.SEQUENCE and not penalised(episode, row, learn):
-            earned[index] -= float(np.nansum(_kl_penalty(scores[index], learn)))
+            earned[index] -= float(np.nansum(_kl_penalty(row, scores[index], learn)))
         groups[group_key(episode, row)].append(index)
     values: list[float | None] = [None] * len(rows)
     tied = single = 0
@@ -160,13 +160,13 @@ def _signal(
     if outcome is None:
         return np.zeros(len(scored.old))
     if learn.kl_placement is KLPlacement.TOKEN and not penalised(episode, row, learn):
-        return outcome - _kl_penalty(scored, learn)
+        return outcome - _kl_penalty(row, scored, learn)
     return np.full(len(scored.old), outcome)
 
 
-def _kl_penalty(scored: RowScores, learn: LearnConfig) -> np.ndarray:
-    """kl · (log π_old − log π_ref), float64 [M]."""
-    if learn.kl == 0:
+def _kl_penalty(row: Row, scored: RowScores, learn: LearnConfig) -> np.ndarray:
+    """kl · (log π_old − log π_ref), float64 [M]; 0 for a role that is spared the penalty."""
+    if learn.kl == 0 or (row.role is Role.SEARCHER and not learn.searcher_kl):
         return np.zeros(len(scored.old))
     return -learn.kl * _log_ratio(scored.reference, scored.old, "reference")
 

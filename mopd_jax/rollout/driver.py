@@ -290,8 +290,9 @@ class Driver:
         ready = []
         for ticket, samples in self._engine.step():
             live = sampling.pop(id(ticket.conversation))
+            prompt = len(ticket.conversation.ids)
             self._record(live, samples)
-            live.resume(tuple(Turn(self._text(sample), sample.stop) for sample in samples))
+            live.resume(tuple(Turn(self._text(sample), sample.stop, prompt) for sample in samples))
             ready.append(live)
         return ready
 

@@ -39,7 +39,7 @@ from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.bm25 import BM25Search
 from mopd_jax.retrieval.http import HTTPSearch
 from mopd_jax.retrieval.miniature import MiniatureSearch
-from mopd_jax.retrieval.search import Retriever
+from mopd_jax.retrieval.search import NoSearch, Retriever
 from mopd_jax.rollout.driver import Driver, WorkflowFactory, alive_workflows
 from mopd_jax.rollout.engine import Engine
 from mopd_jax.rollout.render import Renderer
@@ -156,6 +156,8 @@ def make_retriever(config: Config) -> Retriever:
         return MiniatureSearch(miniature.World(config.data.world_seed).passages)
     if r.backend is Backend.BM25:
         return BM25Search(r.corpus)
+    if r.backend is Backend.NONE:
+        return NoSearch()
     return HTTPSearch(r.url, timeout_s=r.timeout_s, retries=r.retries)
 
 

@@ -88,6 +88,8 @@ class Turn:
 
     text: str
     stop: Stop
+    input_tokens: int = 0
+    """Length of the prompt it was sampled from."""
 
 
 Request = SampleRequest | SearchRequest

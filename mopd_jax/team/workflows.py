@@ -47,11 +47,12 @@ def hierarchy(question: str, team: TeamConfig, prompts: Prompts, candidates: int
     notes: list[tuple[str, str]] = []
     system, content = (Message("system", prompts.leader),), prompts.to_leader(question)
     while True:
-        last = len(notes) + 1 == team.leader_turns
+        last = len(notes) + 1 == team.leader_turns or record.spent(team)
         if last:
             content += "\n" + prompts.ask_answer
         messages = (*system, Message("user", content))
         (turn,) = yield SampleRequest(Role.LEADER, session, messages, team.leader_tokens)
+        record.input_tokens += turn.input_tokens
         reading = _read(Role.LEADER, turn, (roles.REQUEST_ANSWER,) if last else None)
         if not reading.chose(roles.TASK):
             break
@@ -80,11 +81,13 @@ def _search(
     searches = 0
     system, content, documents = (Message("system", prompts.searcher),), prompts.to_searcher(task), ()
     while True:
-        last = searches >= team.session_searches or record.searches >= team.workflow_searches
+        full = searches >= team.session_searches or record.searches >= team.workflow_searches
+        last = full or record.spent(team)
         if last:
             content = f"{content}\n{prompts.ask_summary}".strip()
         messages = (*system, Message("user", content, documents))
         (turn,) = yield SampleRequest(Role.SEARCHER, session, messages, team.searcher_tokens)
+        record.input_tokens += turn.input_tokens
         reading = _read(Role.SEARCHER, turn, (roles.SUMMARY,) if last else None)
         if not reading.chose(roles.SEARCH):
             break
@@ -148,7 +151,13 @@ class _Record:
 
     opened: int = 0
     searches: int = 0
+    input_tokens: int = 0
+    """Of the turns of Leader and Searchers."""
     sessions: list[Session] = field(default_factory=list)
+
+    def spent(self, team: TeamConfig) -> bool:
+        """Returns whether the workflow has read as many tokens as it may."""
+        return 0 < team.workflow_input_tokens <= self.input_tokens
 
     def open(self) -> int:
         """Returns the number of a new session."""

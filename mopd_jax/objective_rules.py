@@ -1,0 +1,65 @@
+"""Who learns from what: which objectives, rewards and frozen models of a config belong together."""
+
+from collections.abc import Iterator
+
+from mopd_jax.config import Config, Kind, Objective, Workflow
+
+Finding = tuple[str, str]
+"""Dotted field inside its config, and what is wrong with it."""
+
+ROLES = {
+    Workflow.CASCADE: ("searcher", "answerer"),
+    Workflow.HIERARCHY: ("leader", "searcher", "answerer"),
+}
+"""Who speaks in a workflow."""
+
+
+def objectives(c: Config, kind: Kind) -> Iterator[Finding]:
+    """Yields what is wrong with them; only a reinforce phase has roles with objectives."""
+    if kind is not Kind.REINFORCE:
+        return
+    yield from _absent(c)
+    yield from _groups(c)
+    yield from _frozen(c)
+
+
+def _absent(c: Config) -> Iterator[Finding]:
+    """Roles that do not speak, or cannot learn so."""
+    speaking = ROLES[c.team.workflow]
+    for role in ("leader", "searcher", "answerer"):
+        objective = getattr(c.learn, role)
+        if role not in speaking and objective is not Objective.NONE:
+            why = f"must be none: team.workflow = {c.team.workflow.value} has no {role.capitalize()}"
+            yield f"learn.{role}", why
+        elif role != "searcher" and objective is Objective.OPD:
+            yield f"learn.{role}", "must be grpo or none: only the Searcher is distilled"
+    if all(getattr(c.learn, role) is Objective.NONE for role in speaking):
+        yield f"learn.{speaking[0]}", "no role has an objective, so nothing would be learnt"
+
+
+def _groups(c: Config) -> Iterator[Finding]:
+    """GRPO compares the rows of a group; a group of one teaches nothing."""
+    for role in ("leader", "searcher"):
+        if getattr(c.learn, role) is Objective.GRPO and c.train.workflows < 2:
+            yield "train.workflows", f"learn.{role} = grpo compares workflows of one question: at least 2"
+    if c.learn.answerer is Objective.GRPO and c.team.candidates < 2:
+        yield "team.candidates", "learn.answerer = grpo compares candidates of one answer request: at least 2"
+
+
+def _frozen(c: Config) -> Iterator[Finding]:
+    """Frozen models that an objective needs, and those that nobody does."""
+    learn = c.learn
+    distilled = learn.searcher is Objective.OPD
+    if distilled and not c.model.teacher:
+        yield "model.teacher", "learn.searcher = opd needs a teacher"
+    if c.model.teacher and not distilled:
+        yield "model.teacher", "no role is distilled (opd), so it would score nothing: leave it empty"
+    if distilled and not learn.beta > 0:
+        yield "learn.beta", "must be above 0: it weighs the only signal of learn.searcher = opd"
+    penalised = [role for role in ROLES[c.team.workflow] if _pays_kl(c, role)]
+    if penalised and learn.kl > 0 and not c.model.reference:
+        yield "model.reference", f"learn.kl = {learn.kl} needs a reference; 0 turns the penalty off"
+
+
+def _pays_kl(c: Config, role: str) -> bool:
+    return getattr(c.learn, role) is Objective.GRPO and (role != "searcher" or c.learn.searcher_kl)
