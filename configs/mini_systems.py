@@ -20,6 +20,7 @@ from mopd_jax.config import Chain, Config, Objective, RunConfig, Workflow
 
 TRAINED = {
     "stage2": systems.stage2,
+    "search_r1": systems.search_r1,
     "searcher_grpo": systems.searcher_grpo,
     "searcher_grpo_workflow": systems.searcher_grpo_workflow,
     "base_teacher": systems.base_teacher,
@@ -38,7 +39,7 @@ EVALUATED = {
 }
 BETAS = {"beta_0_01": 0.01, "beta_0_1": 0.1}
 """Stage 2 has β = 1 here."""
-SUFFIXES = {Workflow.CASCADE: "c_mas", Workflow.HIERARCHY: "h_mas"}
+SUFFIXES = {Workflow.CASCADE: "c_mas", Workflow.HIERARCHY: "h_mas", Workflow.SINGLE: "single"}
 """How the evaluation of a trained system is called: by the workflow that it was trained in."""
 
 
@@ -55,8 +56,10 @@ def get_config(name: str = "") -> Chain:
 
 def phases() -> Iterator[tuple[str, Config]]:
     """Every phase by its name, after those that it needs; an evaluation follows what it evaluates."""
-    yield "facts", mini.facts()
-    yield "warmup", mini.imitation("noisy", "facts", 110)
+    facts = mini.facts()
+    facts.data.demonstrations = ("miniature:facts+agent",)
+    yield "facts", facts
+    yield "warmup", mini.imitation("noisy+agent", "facts", 110)
     learners = {"stage1": mini.stage1()} | {name: trained(system) for name, system in TRAINED.items()}
     learners |= {name: trained(systems.stage2, beta) for name, beta in BETAS.items()}
     for name, config in learners.items():

@@ -38,6 +38,19 @@ def stage2(config: Config, models: Models) -> Config:
     return config
 
 
+# ---------------------------------------------------------------- without a team
+
+
+def search_r1(config: Config, models: Models) -> Config:
+    """Search-R1: one agent searches and answers, GRPO on its own exact match, KL to the base policy."""
+    config.model.init = config.model.reference = models.base
+    config.team.workflow = Workflow.SINGLE
+    config.team.candidates = 1
+    config.learn.leader = config.learn.searcher = config.learn.answerer = Objective.NONE
+    config.learn.agent = Objective.GRPO
+    return config
+
+
 # ---------------------------------------------------------------- another signal for the Searcher
 
 

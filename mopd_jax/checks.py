@@ -14,6 +14,7 @@ import typing
 from collections.abc import Iterable, Iterator, Sequence
 
 from mopd_jax.config import (
+    MINIATURE,
     SPLASH_TILE,
     Attention,
     Backend,
@@ -269,13 +270,17 @@ def _choices(c: Config, kind: Kind) -> Iterator[Finding]:
             yield "data.manifest", "the embedded world has none: leave it empty"
 
 
+DEMONSTRATIONS = ("miniature:facts", "miniature:noisy", "miniature:facts+agent", "miniature:noisy+agent")
+"""The streams of `data/miniature_experts.py`."""
+
+
 def _sources(name: str, sources: tuple[str, ...]) -> Iterator[Finding]:
-    embedded = ("miniature:facts", "miniature:noisy") if name == "data.demonstrations" else ("miniature",)
+    embedded = DEMONSTRATIONS if name == "data.demonstrations" else (MINIATURE,)
     if "" in sources:
         yield name, "has an empty file name; no files at all are spelled ()"
     for source in sources:
         if source.partition(":")[0] == "miniature" and source not in embedded:
-            yield name, f"knows only {' and '.join(embedded)} of the embedded world"
+            yield name, f"knows only {', '.join(embedded)} of the embedded world"
     if _is_miniature(sources) and len(sources) > 1:
         yield name, "the embedded world stands alone: its vocabulary knows no other text"
 

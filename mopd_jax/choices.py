@@ -16,6 +16,7 @@ class Workflow(enum.Enum):
 
     CASCADE = "cascade"
     HIERARCHY = "hierarchy"
+    SINGLE = "single"
 
 
 class Wording(enum.Enum):

@@ -145,7 +145,8 @@ class TeamConfig:
     """Workflow, wording and limits of the team."""
 
     workflow: Workflow = Workflow.HIERARCHY
-    """Cascade (Searcher → Answerer) or hierarchy (Leader ⇄ Searcher → Answerer)."""
+    """Cascade (Searcher → Answerer), hierarchy (Leader ⇄ Searcher → Answerer), or a single agent that
+    searches and answers in one conversation (Search-R1)."""
     wording: Wording = Wording.FULL
     """Prompts in full sentences, or in the few words of the embedded world."""
     candidates: int = 5
@@ -153,7 +154,8 @@ class TeamConfig:
     leader_turns: int = 5
     """Turns of the Leader; the last one is only for the answer request, so one task fewer [D]."""
     session_searches: int = 4
-    """Searches of one Searcher session; then only a summary is accepted [D]."""
+    """Searches of one Searcher session; then only a summary is accepted. The single agent's too; then only an
+    answer is accepted [D]."""
     workflow_searches: int = 12
     """Searches of one workflow; a Searcher at this cap is asked for its summary [D]."""
     workflow_input_tokens: int = 0
@@ -162,7 +164,7 @@ class TeamConfig:
     leader_tokens: int = 256
     """New tokens per Leader turn [D]."""
     searcher_tokens: int = 256
-    """New tokens per Searcher turn [D]."""
+    """New tokens per turn of a Searcher or of the single agent [D]."""
     answerer_tokens: int = 64
     """New tokens per answer [D]."""
     document_tokens: int = 768
@@ -206,6 +208,8 @@ class LearnConfig:
     """Objective of the Searcher's rows: OPD in stage 2, GRPO in stage 1."""
     answerer: Objective = Objective.GRPO
     """Objective of the Answerer's rows."""
+    agent: Objective = Objective.NONE
+    """Objective of the single agent's rows."""
     searcher_reward: SearcherReward = SearcherReward.ACTIVITY
     """Reward of a GRPO-trained Searcher: 0.9 E + 0.1 activity [P], or E alone."""
     leader_bonus: bool = True

@@ -10,6 +10,7 @@ Finding = tuple[str, str]
 ROLES = {
     Workflow.CASCADE: ("searcher", "answerer"),
     Workflow.HIERARCHY: ("leader", "searcher", "answerer"),
+    Workflow.SINGLE: ("agent",),
 }
 """Who speaks in a workflow."""
 
@@ -21,15 +22,17 @@ def objectives(c: Config, kind: Kind) -> Iterator[Finding]:
     yield from _absent(c)
     yield from _groups(c)
     yield from _frozen(c)
+    if c.team.workflow is Workflow.SINGLE and c.team.candidates != 1:
+        yield "team.candidates", "must be 1: the single agent of team.workflow = single answers once"
 
 
 def _absent(c: Config) -> Iterator[Finding]:
     """Roles that do not speak, or cannot learn so."""
     speaking = ROLES[c.team.workflow]
-    for role in ("leader", "searcher", "answerer"):
+    for role in ("leader", "searcher", "answerer", "agent"):
         objective = getattr(c.learn, role)
         if role not in speaking and objective is not Objective.NONE:
-            why = f"must be none: team.workflow = {c.team.workflow.value} has no {role.capitalize()}"
+            why = f"must be none: team.workflow = {c.team.workflow.value} has no {role}"
             yield f"learn.{role}", why
         elif role != "searcher" and objective is Objective.OPD:
             yield f"learn.{role}", "must be grpo or none: only the Searcher is distilled"
@@ -39,7 +42,7 @@ def _absent(c: Config) -> Iterator[Finding]:
 
 def _groups(c: Config) -> Iterator[Finding]:
     """GRPO compares the rows of a group; a group of one teaches nothing."""
-    for role in ("leader", "searcher"):
+    for role in ("leader", "searcher", "agent"):
         if getattr(c.learn, role) is Objective.GRPO and c.train.workflows < 2:
             yield "train.workflows", f"learn.{role} = grpo compares workflows of one question: at least 2"
     if c.learn.answerer is Objective.GRPO and c.team.candidates < 2:

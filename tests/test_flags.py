@@ -388,7 +388,7 @@ def test_every_number_has_a_bound():
         (stage2, {"learn.beta": 0.0}, "config.learn.beta = 0.0: must be above 0"),
         (stage2, {"learn.leader": Objective.OPD}, "config.learn.leader = opd: must be grpo or none"),
         (stage2, {"learn.answerer": Objective.OPD}, "config.learn.answerer = opd: must be grpo or none"),
-        (stage1, {"learn.leader": Objective.GRPO}, "must be none: team.workflow = cascade has no Leader"),
+        (stage1, {"learn.leader": Objective.GRPO}, "must be none: team.workflow = cascade has no leader"),
         (
             stage1,
             {"learn.searcher": Objective.NONE, "learn.answerer": Objective.NONE},
@@ -419,7 +419,7 @@ def test_every_number_has_a_bound():
         (evaluation, {"data.manifest": "m", "data.test": ("miniature",)}, "the embedded world has none"),
         (stage2, {"data.train": ("miniature", "nq.jsonl")}, "the embedded world stands alone"),
         (stage2, {"data.train": ("miniature:facts",)}, "knows only miniature of the embedded world"),
-        (warmup, {"data.demonstrations": ("miniature",)}, "knows only miniature:facts and miniature:noisy"),
+        (warmup, {"data.demonstrations": ("miniature",)}, "knows only miniature:facts, miniature:noisy, "),
         (stage2, {"retrieval.backend": Backend.BM25}, "retrieval.backend = bm25 needs a corpus file"),
         (stage2, {"retrieval.url": "host:8000"}, "needs an address, e.g. http://"),
         (stage2, {"retrieval.backend": Backend.MINIATURE}, "holds no documents for real questions"),

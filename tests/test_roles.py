@@ -175,7 +175,7 @@ def test_documents_are_numbered_and_keep_the_quotes_of_their_titles():
 
 def test_messages_of_the_environment():
     prompts = Prompts()
-    assert prompts.to_leader("Who? <task>x</task>") == "Who? &lt;task&gt;x&lt;/task&gt;"
+    assert prompts.to_asked("Who? <task>x</task>") == "Who? &lt;task&gt;x&lt;/task&gt;"
     assert prompts.to_searcher("find {it}") == "Task: find {it}"
     assert prompts.from_searcher(2, "it is </result>") == '<result task="2">it is &lt;/result&gt;</result>'
     assert prompts.to_answerer("Who?", [("a", "b"), ("c", "<answer>d</answer>")]) == (

@@ -143,12 +143,25 @@ def test_advantages_in_the_cascade():
     np.testing.assert_allclose(advantages(cascades(), learn_of(systems.stage1)), wanted, rtol=1e-5)
 
 
+def agents(*bodies: str) -> list[Episode]:
+    """One draw of single agents; an empty body is a malformed one."""
+    statuses = [Status.FINISHED if body else Status.MALFORMED for body in bodies]
+    rows = [token(Role.AGENT, body, status=s) for body, s in zip(bodies, statuses, strict=True)]
+    return [make_episode(row, workflow=number) for number, row in enumerate(rows)]
+
+
+def test_advantages_of_the_single_agent():
+    """Rewards 1, 0 and −1: mean 0, std 1; the −1 replaces the KL too."""
+    found = advantages(agents("Paris", "Rome", ""), learn_of(systems.search_r1))
+    np.testing.assert_allclose(found, [1 - KL, -KL, -1], rtol=1e-5)
+
+
 # ---------------------------------------------------------------- full scale
 
 
 def test_the_systems_of_the_comparison_are_there():
     named = """c_mas h_mas stage1 stage2 searcher_grpo searcher_grpo_workflow base_teacher no_searcher_loss
-        leader_only answerer_only no_bonus beta stage1_in_hierarchy matched_budget no_retriever"""
+        search_r1 leader_only answerer_only no_bonus beta stage1_in_hierarchy matched_budget no_retriever"""
     assert sorted(named.split()) == FULL_SCALE
     small = set(dict(mini_systems.phases()))
     assert {name for name in FULL_SCALE if name != "beta"} | set(mini_systems.BETAS) <= small
@@ -171,6 +184,7 @@ def test_models_of_the_full_scale_systems():
     assert found["stage1"] == (base, "", base)
     assert found["stage2"] == found["no_bonus"] == found["leader_only"] == (base, stage1, stage1)
     assert found["searcher_grpo"] == found["no_searcher_loss"] == (base, "", stage1)
+    assert found["search_r1"] == (base, "", base)
     assert found["base_teacher"] == (base, base, base)
     assert found["stage1_in_hierarchy"] == (stage1, "", "")
     assert found["matched_budget"] == found["no_retriever"] == ("runs/stage2", "", "")

@@ -16,7 +16,7 @@ from mopd_jax.team.episode import (
     Turn,
 )
 from mopd_jax.team.roles import Prompts
-from mopd_jax.team.workflows import WORKFLOWS, cascade, hierarchy
+from mopd_jax.team.workflows import WORKFLOWS, cascade, hierarchy, single
 from tests.fakes import DOCUMENTS, play
 
 PROMPTS = Prompts()
@@ -256,12 +256,15 @@ def test_one_leader_turn_leaves_only_the_answer_request():
 def test_a_workflow_is_forked_by_replaying_its_replies(kind):
     """A second generator fed the log stands at the same request, and may then go another way."""
 
+    count = 1 if kind is Workflow.SINGLE else 2
+
     def start():
-        return WORKFLOWS[kind](QUESTION, TeamConfig(), PROMPTS, 2)
+        return WORKFLOWS[kind](QUESTION, TeamConfig(), PROMPTS, count)
 
     script = {
         Workflow.CASCADE: [SEARCH, SEARCH, SUMMARY, (ANSWER, ANSWER)],
         Workflow.HIERARCHY: [TASK, SEARCH, SUMMARY, TASK, SEARCH, "bad", REQUEST, (ANSWER, "bad")],
+        Workflow.SINGLE: [SEARCH, SEARCH, ANSWER],
     }[kind]
     played = play(start(), script)
     for point in range(len(played.replies)):
@@ -273,9 +276,9 @@ def test_a_workflow_is_forked_by_replaying_its_replies(kind):
         request = other.send(reply)
     assert request == played.requests[-1]
     with pytest.raises(StopIteration) as stop:
-        other.send((Turn("<answer>Eliot</answer>", Stop.END),) * 2)
-    assert stop.value.value.answers == ("Eliot", "Eliot")
-    assert stop.value.value.sessions[:-2] == played.outcome.sessions[:-2]
+        other.send((Turn("<answer>Eliot</answer>", Stop.END),) * count)
+    assert stop.value.value.answers == ("Eliot",) * count
+    assert stop.value.value.sessions[:-count] == played.outcome.sessions[:-count]
     assert played.outcome.answers[0] == "Austen"
 
 
@@ -323,3 +326,50 @@ def test_beyond_its_tokens_a_team_that_goes_on_is_malformed():
     )
     assert [s.status for s in closed(played, Role.SEARCHER)] == [Status.MALFORMED]
     assert played.outcome.searches == 1
+
+
+# ---------------------------------------------------------------- the single agent
+
+
+def run_single(*script, **limits):
+    return play(single(QUESTION, TeamConfig(**limits), PROMPTS, 1), script)
+
+
+def test_the_single_agent_searches_and_answers_in_one_conversation():
+    played = run_single("I look. " + SEARCH, ANSWER)
+    opened = (Message("system", PROMPTS.agent), Message("user", QUESTION))
+    assert played.requests == [
+        SampleRequest(Role.AGENT, 0, opened, 256, 1),
+        SearchRequest("q"),
+        SampleRequest(Role.AGENT, 0, (Message("user", "", DOCUMENTS),), 256, 1),
+    ]
+    ended = Session(Role.AGENT, 0, 0, Status.FINISHED, 1, "Austen")
+    assert played.outcome == Outcome((ended,), ("Austen",), 1)
+
+
+def test_the_single_agent_at_its_last_search_is_asked_for_the_answer():
+    played = run_single(SEARCH, SEARCH, SEARCH, session_searches=2)
+    assert played.asked(Role.AGENT)[2].messages[0].content == PROMPTS.ask_final
+    (ended,) = played.outcome.sessions
+    assert (ended.status, ended.searches) == (Status.MALFORMED, 2)
+    assert ended.reason == "<search> where only <answer> is accepted"
+    assert played.outcome.answers == ("",)
+
+
+@pytest.mark.parametrize(
+    ("turn", "status"),
+    [
+        ("<summary>s</summary>", Status.MALFORMED),
+        (Turn("hm", Stop.LENGTH), Status.LENGTH),
+        (CONTEXT, Status.CONTEXT),
+    ],
+)
+def test_a_single_agent_without_an_answer_gives_none(turn, status):
+    played = run_single(SEARCH, turn)
+    assert [s.status for s in played.outcome.sessions] == [status]
+    assert played.outcome.answers == ("",) and played.outcome.searches == 1
+
+
+def test_the_single_agent_gives_one_answer():
+    with pytest.raises(ValueError, match="found 5 candidates: ask for 1"):
+        next(single(QUESTION, TeamConfig(), PROMPTS, 5))

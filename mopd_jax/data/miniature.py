@@ -51,9 +51,11 @@ PROMPTS = Prompts(
     leader="You lead.",
     searcher="You search.",
     answerer="You answer.",
+    agent="You search. You answer.",
     question="Question: {question}",
     ask_answer="Request the answer.",
     ask_summary="Report now.",
+    ask_final="You answer now.",
     no_result="unknown",
     notes="Question: {question} {notes}",
     note="Task {number}: {task} Result: {summary}",
@@ -156,7 +158,7 @@ def vocabulary() -> list[str]:
     numbers = range(1, 10)
     prompts = [
         *(PROMPTS.leader, PROMPTS.searcher, PROMPTS.answerer, PROMPTS.ask_answer, PROMPTS.ask_summary),
-        *(PROMPTS.to_leader(""), PROMPTS.to_searcher(""), PROMPTS.to_answerer("", [("", "")])),
+        *(PROMPTS.to_asked(""), PROMPTS.to_searcher(""), PROMPTS.to_answerer("", [("", "")])),
         *(PROMPTS.from_searcher(n, UNKNOWN) for n in numbers),
         PROMPTS.format_documents([("", "")] * 5),
     ]

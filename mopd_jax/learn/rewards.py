@@ -6,6 +6,8 @@ from mopd_jax.team.episode import Episode, Role, Row, Status
 
 PENALTY = -1.0
 """Total reward of a malformed row, in place of everything else, the KL term included [P]."""
+ANSWERING = (Role.ANSWERER, Role.AGENT)
+"""Roles whose last word is an answer."""
 
 
 def team_outcome(episode: Episode) -> float:
@@ -17,7 +19,12 @@ def objective(episode: Episode, row: Row, learn: LearnConfig) -> Objective:
     """Returns what the row learns from: its role's objective, nothing in an aborted workflow."""
     if episode.aborted:
         return Objective.NONE
-    by_role = {Role.LEADER: learn.leader, Role.SEARCHER: learn.searcher, Role.ANSWERER: learn.answerer}
+    by_role = {
+        Role.LEADER: learn.leader,
+        Role.SEARCHER: learn.searcher,
+        Role.ANSWERER: learn.answerer,
+        Role.AGENT: learn.agent,
+    }
     return by_role[row.role]
 
 
@@ -36,8 +43,8 @@ def penalised(episode: Episode, row: Row, learn: LearnConfig) -> bool:
 def rewards(episode: Episode, learn: LearnConfig) -> list[float | None]:
     """Returns one reward per row of the episode, None where the row's role is not trained by GRPO.
 
-    Answerer candidate: its own EM [P]. Searcher: 0.9 E + 0.1 a [P], or E. Leader: 0.9 E + 0.1 min(6, s)/6
-    [P], or E. See `penalised` for the −1.
+    Answerer candidate and single agent: its own EM [P]. Searcher: 0.9 E + 0.1 a [P], or E. Leader:
+    0.9 E + 0.1 min(6, s)/6 [P], or E. See `penalised` for the −1.
     """
     outcome = team_outcome(episode)
 
@@ -46,7 +53,7 @@ def rewards(episode: Episode, learn: LearnConfig) -> list[float | None]:
             return None
         if penalised(episode, row, learn):
             return PENALTY
-        if row.role is Role.ANSWERER:
+        if row.role in ANSWERING:
             return _exact_match(episode, row)
         if row.role is Role.SEARCHER:
             activity = learn.searcher_reward is SearcherReward.ACTIVITY
@@ -61,7 +68,7 @@ def _ill_formed(row: Row) -> bool:
 
 
 def _exact_match(episode: Episode, row: Row) -> float:
-    if row.role is not Role.ANSWERER or row.status is not Status.FINISHED:
+    if row.role not in ANSWERING or row.status is not Status.FINISHED:
         return 0.0
     return exact_match(row.body, episode.question.answers)
 

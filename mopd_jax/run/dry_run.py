@@ -136,8 +136,8 @@ def _workflows(config: Config) -> int:
 def _training_rows(config: Config) -> list[Rows]:
     rows = workflow_rows(config.team, config.team.candidates)
     if config.train.kind is Kind.SUPERVISED:
-        searcher = rows["searcher"]
-        return [Rows(config.train.questions, searcher.length, searcher.generated)]
+        searching = rows.get("searcher") or rows["agent"]
+        return [Rows(config.train.questions, searching.length, searching.generated)]
     return [Rows(r.count * _workflows(config), r.length, r.generated) for r in rows.values()]
 
 
@@ -155,7 +155,7 @@ def _sampling_seconds(plan: Plan, chip: Chip, workflows: int) -> dict[str, float
     team, model, capacities = plan.config.team, plan.student.config, lanes(plan.engine)
     candidates = max(capacities)
     rows = workflow_rows(team, candidates)
-    answer = rows.pop("answerer")
+    answer = rows.pop("answerer", Rows(0, 0, 0))
     each = max(1, workflows * HOST_DEVICES / max(HOST_DEVICES, plan.mesh.size))
     prompts = (
         sum(r.count * (r.length - r.generated) for r in rows.values()) + answer.length - answer.generated

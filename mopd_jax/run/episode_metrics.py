@@ -11,7 +11,7 @@ import numpy as np
 from mopd_jax.config import LearnConfig
 from mopd_jax.data.answers import exact_match
 from mopd_jax.learn.advantages import Advantages, RowScores, flatten
-from mopd_jax.learn.rewards import rewards, team_outcome
+from mopd_jax.learn.rewards import ANSWERING, rewards, team_outcome
 from mopd_jax.learn.streams import generated_tokens
 from mopd_jax.team.episode import Episode, Role, Row, Status
 
@@ -37,7 +37,7 @@ def first_answer_em(episode: Episode) -> float:
 def behaviour(episodes: Sequence[Episode]) -> Metrics:
     """Returns outcome, searches, row statuses and token counts; aborted workflows only count as such.
 
-    `em/answerer` is the mean over all candidates, `em` that of the first ones.
+    `em/answerer` is the mean over all candidates, `em` that of the first ones (the single agent gives one).
     """
     done = [e for e in episodes if not e.aborted]
     metrics = {
@@ -52,8 +52,11 @@ def behaviour(episodes: Sequence[Episode]) -> Metrics:
         "aborted": _mean([e.aborted for e in episodes]),
     }
     rows = [row for e in done for row in e.rows]
-    if answers := [(e, row) for e in done for row in e.rows if row.role is Role.ANSWERER]:
-        metrics["em/answerer"] = _mean([exact_match(row.body, e.question.answers) for e, row in answers])
+    for role in ANSWERING:
+        if answers := [(e, row) for e in done for row in e.rows if row.role is role]:
+            metrics[f"em/{role.value}"] = _mean(
+                [exact_match(row.body, e.question.answers) for e, row in answers]
+            )
     for role in _roles(rows):
         statuses = [row.status for row in rows if row.role is role]
         for name, status in (

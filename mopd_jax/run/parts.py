@@ -35,6 +35,7 @@ from mopd_jax.learn.score import Frozen
 from mopd_jax.model import hf, hf_save, sharding
 from mopd_jax.model.qwen3 import Qwen3, Qwen3Config
 from mopd_jax.model.tokens import Tokens, check_compatible, files_fingerprint
+from mopd_jax.objective_rules import ROLES
 from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.bm25 import BM25Search
 from mopd_jax.retrieval.http import HTTPSearch
@@ -358,19 +359,19 @@ def _check_openings(config: Config, renderer: Renderer) -> None:
     """Refuses rows in which a role could never speak: its first prompt leaves no room, even without data."""
     prompts, team = make_prompts(config.team), config.team
     openings = {
-        "leader": (prompts.leader, prompts.to_leader("")),
-        "searcher": (prompts.searcher, prompts.to_searcher("")),
-        "answerer": (prompts.answerer, prompts.to_answerer("", ())),
+        "leader": (prompts.leader, prompts.to_asked(""), "leader_tokens"),
+        "searcher": (prompts.searcher, prompts.to_searcher(""), "searcher_tokens"),
+        "answerer": (prompts.answerer, prompts.to_answerer("", ()), "answerer_tokens"),
+        "agent": (prompts.agent, prompts.to_asked(""), "searcher_tokens"),
     }
-    if team.workflow is Workflow.CASCADE:
-        del openings["leader"]
-    for role, (system, user) in openings.items():
+    for role in ROLES[team.workflow]:
+        system, user, limit = openings[role]
         prompt = len(renderer.open([Message("system", system), Message("user", user)]))
-        turn = getattr(team, f"{role}_tokens")
+        turn = getattr(team, limit)
         if prompt + turn > team.row_tokens:
             raise Refusal(
                 f"team.row_tokens = {team.row_tokens}: the {role}'s first prompt alone takes {prompt} and "
-                f"team.{role}_tokens = {turn} more, so it could never speak. Raise team.row_tokens."
+                f"team.{limit} = {turn} more, so it could never speak. Raise team.row_tokens."
             )
 
 

@@ -12,11 +12,13 @@ from mopd_jax.retrieval.search import Document
 
 
 class Role(enum.Enum):
-    """Who speaks; one model plays all of them."""
+    """Who speaks; one model plays all of a workflow's roles."""
 
     LEADER = "leader"
     SEARCHER = "searcher"
     ANSWERER = "answerer"
+    AGENT = "agent"
+    """The single agent, which searches and answers itself."""
 
 
 class Stop(enum.Enum):
