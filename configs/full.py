@@ -22,7 +22,8 @@ from mopd_jax.config import (
     TrainConfig,
 )
 
-MODELS = Models(base="checkpoints/Qwen3-4B-Instruct-2507", stage1="runs/stage1", stage2="runs/stage2")
+BASE = "checkpoints/Qwen3-4B-Instruct-2507"
+MODELS = Models(base=BASE, stage1="runs/stage1", stage2="runs/stage2", judge=BASE)
 BENCHMARKS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 
 
@@ -31,7 +32,7 @@ def base() -> Config:
     return Config(
         train=TrainConfig(steps=300, questions=64, workflows=5),
         model=ModelConfig(
-            init=MODELS.base,
+            init=BASE,
             compute=Precision.BFLOAT16,
             frozen=Precision.BFLOAT16,
             rollout=Precision.BFLOAT16,

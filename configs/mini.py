@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from configs import systems
 from mopd_jax.config import (
+    SCRIPTED,
     Backend,
     Chain,
     CheckpointConfig,
@@ -32,7 +33,7 @@ from mopd_jax.config import (
 )
 
 WORLD = ("miniature",)
-MODELS = systems.Models(base="warmup", stage1="stage1", stage2="stage2")
+MODELS = systems.Models(base="warmup", stage1="stage1", stage2="stage2", judge=SCRIPTED)
 
 
 def base() -> Config:

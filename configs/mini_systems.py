@@ -5,6 +5,7 @@ Phases:    those that the named system needs, it and its evaluation; without a n
            All share one folder, runs/systems: phases that are finished there are not run again.
 Hardware:  one CPU core is enough, two are faster
 Time:      not measured as a whole
+Judge:     a script, since the small model cannot judge; it sees no gold answer (data/miniature_judge.py)
 Expected:  no order of the systems is claimed: that needs many seeds
 """
 
@@ -21,6 +22,8 @@ from mopd_jax.config import Chain, Config, Objective, RunConfig, Workflow
 TRAINED = {
     "stage2": systems.stage2,
     "search_r1": systems.search_r1,
+    "tree_grpo": systems.tree_grpo,
+    "prompted_critic": systems.prompted_critic,
     "searcher_grpo": systems.searcher_grpo,
     "searcher_grpo_workflow": systems.searcher_grpo_workflow,
     "base_teacher": systems.base_teacher,
@@ -72,8 +75,9 @@ def phases() -> Iterator[tuple[str, Config]]:
 
 def trained(system: Callable[[Config, systems.Models], Config], beta: float = 1.0) -> Config:
     """A system with the steps and workflows of stage 2."""
-    config = system(mini.base(), MODELS)
+    config = mini.base()
     config.train = mini.stage2().train
+    config = system(config, MODELS)
     if config.learn.searcher is Objective.OPD:
         config.learn.beta = beta
     return config

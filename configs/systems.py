@@ -7,7 +7,16 @@ and returns the same config. `configs/NAME.py` is the system NAME at full scale,
 
 from dataclasses import dataclass
 
-from mopd_jax.config import Backend, Config, Kind, Objective, PenaltyScope, SearcherReward, Workflow
+from mopd_jax.config import (
+    AgentReward,
+    Backend,
+    Config,
+    Kind,
+    Objective,
+    PenaltyScope,
+    SearcherReward,
+    Workflow,
+)
 
 
 @dataclass(frozen=True)
@@ -17,6 +26,7 @@ class Models:
     base: str
     stage1: str
     stage2: str
+    judge: str
 
 
 # ---------------------------------------------------------------- the two stages
@@ -51,7 +61,25 @@ def search_r1(config: Config, models: Models) -> Config:
     return config
 
 
+def tree_grpo(config: Config, models: Models) -> Config:
+    """Tree-GRPO: the single agent's two chains branch twice each, six leaves for about four chains' cost."""
+    config = search_r1(config, models)
+    config.train.workflows = 2
+    config.tree.rounds = 1
+    config.learn.agent_reward = AgentReward.GRADED
+    return config
+
+
 # ---------------------------------------------------------------- another signal for the Searcher
+
+
+def prompted_critic(config: Config, models: Models) -> Config:
+    """The Searcher learns from a judge's score of each of its sessions; KL as in stage 2: none on it [D]."""
+    config = no_searcher_loss(config, models)
+    config.learn.searcher = Objective.CRITIC
+    config.learn.searcher_kl = False
+    config.model.judge = models.judge
+    return config
 
 
 def searcher_grpo(config: Config, models: Models) -> Config:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mopd_jax.config import (
     MINIATURE,
+    MODEL_FIELDS,
     SPLASH_TILE,
     Attention,
     Backend,
@@ -144,20 +145,21 @@ POSITIVE = (
     "rollout.conversations rollout.requests rollout.prefill_rows rollout.prefill_tokens "
     "rollout.decode_steps learn.log_ratio_clamp learn.updates_per_batch learn.micro_batch_tokens "
     "learn.logit_chunk optim.eps optim.max_grad_norm train.questions train.workflows "
-    "eval.validation_attempts eval.attempts checkpoint.every checkpoint.keep"
+    "tree.expansions tree.leaves eval.validation_attempts eval.attempts checkpoint.every checkpoint.keep"
 ).split()
 NOT_NEGATIVE = (
     "data.world_seed retrieval.retries team.workflow_input_tokens rollout.parked learn.kl learn.beta "
     "learn.role_gradients_every optim.lr optim.weight_decay optim.warmup_steps train.steps eval.every "
-    "eval.validation_questions eval.questions"
+    "tree.rounds eval.validation_questions eval.questions"
 ).split()
 
 
 def _numbers(c: Config) -> Iterator[Finding]:
     yield from ((name, "must be above 0") for name in POSITIVE if _get(c, name) <= 0)
     yield from ((name, "must not be negative") for name in NOT_NEGATIVE if _get(c, name) < 0)
-    if not 0 <= c.retrieval.max_aborted_share <= 1:
-        yield "retrieval.max_aborted_share", "is a share, 0 to 1"
+    for name in ("retrieval.max_aborted_share", "train.collapse_share"):
+        if not 0 <= _get(c, name) <= 1:
+            yield name, "is a share, 0 to 1"
     if not 0 < c.learn.clip < 1:
         yield "learn.clip", "must lie between 0 and 1"
     if c.learn.sampler_weight_cap and c.learn.sampler_weight_cap < 1:
@@ -234,7 +236,7 @@ def _model(c: Config, kind: Kind) -> Iterator[Finding]:
             yield "model.init", f"has the embedded world's vocabulary, but {name} names files of real text"
         if c.team.wording is Wording.FULL:
             yield "team.wording", 'must be miniature: model.init = "random" knows only those words'
-    for name in ("teacher", "reference"):
+    for name in MODEL_FIELDS[1:]:
         if _get(c.model, name) == "random":
             yield f"model.{name}", "a frozen model with random weights teaches nothing"
         elif _get(c.model, name) and kind is Kind.SUPERVISED:
@@ -373,7 +375,7 @@ def _phases_as_written(config: Config | Chain) -> dict[str, Config]:
 def _hand_over(name: str, named: dict[str, Config]) -> Iterator[Finding]:
     """Weights come from a phase that has run before and was trained."""
     order = list(named)
-    for field in ("init", "teacher", "reference"):
+    for field in MODEL_FIELDS:
         source = _get(named[name].model, field)
         if not source or source not in named:
             continue

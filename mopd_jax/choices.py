@@ -31,6 +31,7 @@ class Objective(enum.Enum):
 
     GRPO = "grpo"
     OPD = "opd"
+    CRITIC = "critic"
     NONE = "none"
 
 
@@ -62,6 +63,13 @@ class SearcherReward(enum.Enum):
     OUTCOME = "outcome"
 
 
+class AgentReward(enum.Enum):
+    """What the single agent is rewarded for."""
+
+    EXACT = "exact"
+    GRADED = "graded"
+
+
 class Backend(enum.Enum):
     """Which retriever answers the searches."""
 
@@ -69,6 +77,13 @@ class Backend(enum.Enum):
     BM25 = "bm25"
     HTTP = "http"
     NONE = "none"
+
+
+class Alarm(enum.Enum):
+    """What an alarm does."""
+
+    WARN = "warn"
+    STOP = "stop"
 
 
 class Schedule(enum.Enum):

@@ -9,6 +9,8 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from mopd_jax.choices import (
+    AgentReward,
+    Alarm,
     Attention,
     Backend,
     Denominator,
@@ -28,6 +30,10 @@ MINIATURE = "miniature"
 """The embedded world, where a config names files."""
 RANDOM = "random"
 """Random weights with the embedded world's tokenizer, where a config names a model."""
+SCRIPTED = "scripted"
+"""The embedded world's scripted judge, where a config names a judge."""
+MODEL_FIELDS = ("init", "teacher", "reference", "judge")
+"""The fields of `ModelConfig` that name a model."""
 SPLASH_TILE = 128
 """Rows of splash attention are a multiple of this many tokens, the width of a TPU's vectors."""
 
@@ -78,6 +84,9 @@ class ModelConfig:
     """Frozen model that scores distilled roles (same spellings as `init`); "" where no role is distilled."""
     reference: str = ""
     """Frozen model of the KL penalty, spelt alike, the teacher in stage 2; "" where `learn.kl` is 0."""
+    judge: str = ""
+    """Frozen model that scores the sessions of a Searcher with a critic, by default the base model [D], or
+    "scripted", which judges by rule in the embedded world; "" where there is no critic."""
     architecture: ArchitectureConfig = field(default_factory=ArchitectureConfig)
     """Sizes for `init = "random"`."""
     compute: Precision = Precision.FLOAT32
@@ -205,13 +214,16 @@ class LearnConfig:
     leader: Objective = Objective.GRPO
     """Objective of the Leader's rows."""
     searcher: Objective = Objective.OPD
-    """Objective of the Searcher's rows: OPD in stage 2, GRPO in stage 1."""
+    """Objective of the Searcher's rows: OPD in stage 2, GRPO in stage 1; CRITIC: GRPO on a judge's scores."""
     answerer: Objective = Objective.GRPO
     """Objective of the Answerer's rows."""
     agent: Objective = Objective.NONE
     """Objective of the single agent's rows."""
     searcher_reward: SearcherReward = SearcherReward.ACTIVITY
     """Reward of a GRPO-trained Searcher: 0.9 E + 0.1 activity [P], or E alone."""
+    agent_reward: AgentReward = AgentReward.EXACT
+    """Reward of the single agent: its own exact match and −1 for malformed output, or Tree-GRPO's graded
+    one, which has no −1 [D]."""
     leader_bonus: bool = True
     """Leader reward 0.9 E + 0.1 search bonus [P], or E alone."""
     penalty_scope: PenaltyScope = PenaltyScope.ROW
@@ -274,6 +286,25 @@ class TrainConfig:
     """Draws of a question per step (demonstrations per step in a supervised phase)."""
     workflows: int = 5
     """G: workflows per question, as in GRPO; the number is ours [D]."""
+    collapse_share: float = 0.05
+    """A step of whose workflows a smaller share searches at all raises the alarm; 0: never [D]."""
+    collapse_alarm: Alarm = Alarm.WARN
+    """Whether that alarm is a warning or stops the run [D]."""
+
+
+@dataclass
+class TreeConfig:
+    """Tree-GRPO: the single agent's chains branch (arXiv 2509.21240); numbers from public reports [D].
+
+    `train.workflows` is the number of chains of a question, each of which starts a tree.
+    """
+
+    rounds: int = 0
+    """How often each tree grows [D]; 0: chains do not branch."""
+    expansions: int = 2
+    """Nodes drawn per tree and round, each continued to the end as a new branch [D]."""
+    leaves: int = 3
+    """Leaves kept of each tree, at random [D]."""
 
 
 @dataclass
@@ -304,6 +335,7 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    tree: TreeConfig = field(default_factory=TreeConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -320,8 +352,8 @@ class Config:
 class Chain:
     """Phases that run one after the other in the order of the fields.
 
-    A subclass adds one `Config` field per phase. `model.init`, `teacher` and `reference` of a phase
-    may name an earlier one. `run.dir` is the parent of the phases' folders; the other fields of `run`
+    A subclass adds one `Config` field per phase. `model.init`, `teacher`, `reference` and `judge` of a
+    phase may name an earlier one. `run.dir` is the parent of the phases' folders; the other fields of `run`
     replace each phase's own.
     """
 
@@ -340,7 +372,7 @@ def phases(config: Config | Chain) -> dict[str, Config]:
         phase = getattr(config, f.name)
         if isinstance(phase, Config):
             run = dataclasses.replace(config.run, dir=f"{config.run.dir.rstrip('/')}/{f.name}")
-            models = {key: getattr(phase.model, key) for key in ("init", "teacher", "reference")}
+            models = {key: getattr(phase.model, key) for key in MODEL_FIELDS}
             models = {key: named[spec].run.dir if spec in named else spec for key, spec in models.items()}
             named[f.name] = dataclasses.replace(
                 phase, run=run, model=dataclasses.replace(phase.model, **models)

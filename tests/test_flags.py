@@ -310,6 +310,7 @@ def test_every_number_has_a_bound():
     by_hand = {
         "run.seed",
         "retrieval.max_aborted_share",
+        "train.collapse_share",
         "learn.clip",
         "learn.sampler_weight_cap",
         "optim.b1",

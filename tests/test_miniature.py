@@ -13,7 +13,7 @@ from mopd_jax.data.miniature_experts import STREAMS, Demonstrations, Noise, play
 from mopd_jax.model.tokens import Tokens
 from mopd_jax.retrieval.miniature import MiniatureSearch
 from mopd_jax.team.episode import Message, Role, Status
-from mopd_jax.team.roles import Action, parse
+from mopd_jax.team.roles import ACTIONS, Action, parse
 from mopd_jax.team.workflows import WORKFLOWS
 
 TEAM = TeamConfig(session_searches=3)
@@ -267,7 +267,7 @@ def test_a_batch_is_a_function_of_stream_step_and_seed(stream):
     assert batch == Demonstrations(stream, TEAM, seed=0).batch(3, 24) and len(batch) == 24
     assert batch != source.batch(4, 24) and batch != Demonstrations(stream, TEAM, seed=1).batch(3, 24)
     assert {c.role for c in batch} == {Role.LEADER, Role.SEARCHER, Role.ANSWERER}
-    assert {c.role for c in Demonstrations(f"{stream}+agent", TEAM, seed=0).batch(3, 24)} == set(Role)
+    assert {c.role for c in Demonstrations(f"{stream}+agent", TEAM, seed=0).batch(3, 24)} == set(ACTIONS)
 
 
 def test_demonstrations_are_all_words_and_short(tokens):

@@ -21,7 +21,7 @@ from tests.fakes import make_answers, make_episode, make_row
 from tests.fixtures import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-MODELS = systems.Models("base", "stage1", "stage2")
+MODELS = systems.Models("base", "stage1", "stage2", "judge")
 SHARED = {"full", "systems", "mini", "mini_systems", "warmup"}
 FULL_SCALE = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in SHARED)
 
@@ -143,6 +143,21 @@ def test_advantages_in_the_cascade():
     np.testing.assert_allclose(advantages(cascades(), learn_of(systems.stage1)), wanted, rtol=1e-5)
 
 
+def test_advantages_of_a_judged_searcher():
+    """Scores 0.8 and 0.2 and −1 for the malformed row; then one that could not be read is left out, of the
+    loss and of mean and std."""
+    learn, episodes = learn_of(systems.prompted_critic), hierarchies()
+    episodes[0].rows[1].score, episodes[1].rows[1].score = 0.8, 0.2
+    std = (0.8**2 + 0.2**2 + 1) / 2  # the mean is 0
+    judged = [reward / std**0.5 for reward in (0.8, -1.0, 0.2)]
+    np.testing.assert_allclose(advantages(episodes, learn), in_order(LEADERS, judged, ANSWERERS), rtol=1e-5)
+    episodes[1].rows[1].score = None
+    found = advantages(episodes, learn)
+    wanted = in_order(LEADERS, [PAIR, -PAIR, None], ANSWERERS)
+    assert found[6] is None and wanted[6] is None
+    np.testing.assert_allclose(found[:6] + found[7:], wanted[:6] + wanted[7:], rtol=1e-5)
+
+
 def agents(*bodies: str) -> list[Episode]:
     """One draw of single agents; an empty body is a malformed one."""
     statuses = [Status.FINISHED if body else Status.MALFORMED for body in bodies]
@@ -156,12 +171,22 @@ def test_advantages_of_the_single_agent():
     np.testing.assert_allclose(found, [1 - KL, -KL, -1], rtol=1e-5)
 
 
+def test_advantages_of_a_tree():
+    """Rewards 1, 0.2, 0.2 in one tree, three times 0.2 in the other: as of [1, 0, 0] and [0, 0, 0]."""
+    learn, episodes = learn_of(systems.tree_grpo), agents("Paris", *["Rome"] * 5)
+    for number, episode in enumerate(episodes):
+        episode.tree = number // 3
+    wanted = np.array([3.1959, *[-0.9856] * 2, *[-0.4082] * 3]) - KL
+    np.testing.assert_allclose(advantages(episodes, learn), wanted, atol=1e-4)
+
+
 # ---------------------------------------------------------------- full scale
 
 
 def test_the_systems_of_the_comparison_are_there():
     named = """c_mas h_mas stage1 stage2 searcher_grpo searcher_grpo_workflow base_teacher no_searcher_loss
-        search_r1 leader_only answerer_only no_bonus beta stage1_in_hierarchy matched_budget no_retriever"""
+        prompted_critic search_r1 tree_grpo leader_only answerer_only no_bonus beta
+        stage1_in_hierarchy matched_budget no_retriever"""
     assert sorted(named.split()) == FULL_SCALE
     small = set(dict(mini_systems.phases()))
     assert {name for name in FULL_SCALE if name != "beta"} | set(mini_systems.BETAS) <= small
@@ -178,13 +203,13 @@ def test_a_full_scale_config_passes_its_checks_and_is_planned(name):
 
 def test_models_of_the_full_scale_systems():
     base, stage1 = "checkpoints/Qwen3-4B-Instruct-2507", "runs/stage1"
-    found = {
-        name: (c.model.init, c.model.teacher, c.model.reference) for name in FULL_SCALE for c in [load(name)]
-    }
+    models = {name: load(name).model for name in FULL_SCALE}
+    found = {name: (m.init, m.teacher, m.reference) for name, m in models.items()}
     assert found["stage1"] == (base, "", base)
     assert found["stage2"] == found["no_bonus"] == found["leader_only"] == (base, stage1, stage1)
     assert found["searcher_grpo"] == found["no_searcher_loss"] == (base, "", stage1)
-    assert found["search_r1"] == (base, "", base)
+    assert found["search_r1"] == found["tree_grpo"] == (base, "", base)
+    assert found["prompted_critic"] == (base, "", stage1) and models["prompted_critic"].judge == base
     assert found["base_teacher"] == (base, base, base)
     assert found["stage1_in_hierarchy"] == (stage1, "", "")
     assert found["matched_budget"] == found["no_retriever"] == ("runs/stage2", "", "")

@@ -56,7 +56,7 @@ def test_cascade_asks_for_each_turn_with_its_whole_request():
     ]
     assert played.outcome == Outcome(
         sessions=(
-            Session(Role.SEARCHER, 0, 0, Status.FINISHED, 1, "found"),
+            Session(Role.SEARCHER, 0, 0, Status.FINISHED, 1, "found", task=QUESTION),
             Session(Role.ANSWERER, 1, 0, Status.FINISHED, 0, "Austen"),
             Session(Role.ANSWERER, 1, 1, Status.FINISHED, 0, "Eliot"),
         ),
@@ -84,8 +84,8 @@ def test_hierarchy_opens_a_fresh_searcher_per_task_and_collects_notes():
     )
     assert played.outcome.sessions == (
         Session(Role.LEADER, 0, 0, Status.FINISHED, 0, ""),
-        Session(Role.SEARCHER, 1, 0, Status.FINISHED, 2, "s1"),
-        Session(Role.SEARCHER, 2, 0, Status.FINISHED, 1, "s2"),
+        Session(Role.SEARCHER, 1, 0, Status.FINISHED, 2, "s1", task="t1"),
+        Session(Role.SEARCHER, 2, 0, Status.FINISHED, 1, "s2", task="t2"),
         *(Session(Role.ANSWERER, 3, candidate, Status.FINISHED, 0, "Austen") for candidate in range(5)),
     )
     assert played.outcome.answers == ("Austen",) * 5
@@ -343,7 +343,7 @@ def test_the_single_agent_searches_and_answers_in_one_conversation():
         SearchRequest("q"),
         SampleRequest(Role.AGENT, 0, (Message("user", "", DOCUMENTS),), 256, 1),
     ]
-    ended = Session(Role.AGENT, 0, 0, Status.FINISHED, 1, "Austen")
+    ended = Session(Role.AGENT, 0, 0, Status.FINISHED, 1, "Austen", task=QUESTION)
     assert played.outcome == Outcome((ended,), ("Austen",), 1)
 
 
@@ -373,3 +373,25 @@ def test_a_single_agent_without_an_answer_gives_none(turn, status):
 def test_the_single_agent_gives_one_answer():
     with pytest.raises(ValueError, match="found 5 candidates: ask for 1"):
         next(single(QUESTION, TeamConfig(), PROMPTS, 5))
+
+
+@pytest.mark.parametrize(
+    ("turn", "body"),
+    [
+        (f"{ANSWER} I am sure.", "Austen"),
+        (f"{SEARCH}{ANSWER}", "Austen"),
+        ("<answer> Eliot </answer><answer>Austen</answer>", "Austen"),
+        ("<answer></answer>", ""),
+        ("<answer>Austen", ""),
+    ],
+)
+def test_an_answer_in_a_malformed_turn_is_noted_and_not_given(turn, body):
+    played = run_single(turn)
+    (ended,) = played.outcome.sessions
+    assert (ended.status, ended.body) == (Status.MALFORMED, body)
+    assert played.outcome.answers == ("",)
+
+
+def test_a_teams_malformed_answer_is_not_noted():
+    played = run_cascade(SUMMARY, f"{ANSWER} I am sure.")
+    assert closed(played, Role.ANSWERER)[0].body == ""

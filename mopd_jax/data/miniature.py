@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from etils import epath
@@ -130,6 +130,13 @@ class World:
         chosen = rng.choice(len(pairs), TWO_HOP, replace=False)
         yield from ((subject, (relation,)) for relation in RELATIONS)
         yield from ((subject, pairs[i]) for i in chosen)
+
+
+def names_for(relation: str) -> Sequence[str]:
+    """Returns the names among which a fact's value lies: people's, places' or works'."""
+    if relation in TO_PEOPLE:
+        return PEOPLE
+    return PLACES if relation in TO_PLACES else WORKS
 
 
 def chain_text(subject: str, relations: tuple[str, ...]) -> str:

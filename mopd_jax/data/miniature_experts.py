@@ -219,9 +219,5 @@ def _read(documents: tuple[Document, ...], subject: str, relation: str) -> str |
 
 def _guess(relation: str, rng: np.random.Generator) -> str:
     """Returns anything of the right kind."""
-    names = miniature.PEOPLE
-    if relation in miniature.TO_PLACES:
-        names = miniature.PLACES
-    elif relation in miniature.TO_WORKS:
-        names = miniature.WORKS
+    names = miniature.names_for(relation)
     return names[rng.integers(len(names))]

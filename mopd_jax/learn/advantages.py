@@ -36,7 +36,7 @@ class Outcomes:
     """Normalised rewards of a batch, one entry per row of all episodes in order."""
 
     values: list[float | None]
-    """Advantage of the row's reward in its group; None for a row without a reward."""
+    """Advantage of the row's reward in its groups; None for a row without a reward."""
     tied_groups: int
     """Groups of two or more rows with equal rewards: their values are exactly 0."""
     single_groups: int
@@ -69,6 +69,12 @@ def group_key(episode: Episode, row: Row) -> tuple:
     return (*key, episode.workflow, row.session) if row.role is Role.ANSWERER else key
 
 
+def _groups(episode: Episode, row: Row) -> list[tuple]:
+    """The groups whose advantages a row adds up: its own, and for a leaf its tree's (Tree-GRPO)."""
+    key = group_key(episode, row)
+    return [key] if episode.tree is None else [key, (*key, episode.tree)]
+
+
 def normalise(values: Sequence[float]) -> np.ndarray:
     """Returns (R − mean)/(std + 1e-6) of one group, float64 [group], with the unbiased std [D].
 
@@ -84,7 +90,8 @@ def normalise(values: Sequence[float]) -> np.ndarray:
 def outcome_advantages(
     episodes: Sequence[Episode], learn: LearnConfig, scores: Sequence[RowScores] = ()
 ) -> Outcomes:
-    """Returns the group-normalised rewards of the batch.
+    """Returns the group-normalised rewards of the batch; a leaf of a tree has the sum of z over its tree's
+    leaves and z over all leaves of the question.
 
     Args:
       episodes: the whole batch, since a group must be complete.
@@ -100,7 +107,8 @@ def outcome_advantages(
             continue
         if learn.kl_placement is KLPlacement.SEQUENCE and not penalised(episode, row, learn):
             earned[index] -= float(np.nansum(_kl_penalty(row, scores[index], learn)))
-        groups[group_key(episode, row)].append(index)
+        for key in _groups(episode, row):
+            groups[key].append(index)
     values: list[float | None] = [None] * len(rows)
     tied = single = 0
     for members in groups.values():
@@ -108,7 +116,7 @@ def outcome_advantages(
         single += len(members) == 1
         tied += len(members) > 1 and not normalised.any()
         for index, value in zip(members, normalised, strict=True):
-            values[index] = float(value)
+            values[index] = (values[index] or 0.0) + float(value)
     return Outcomes(values, tied, single)
 
 

@@ -127,10 +127,11 @@ def _unit(config: Config) -> tuple[str, int]:
 
 
 def _workflows(config: Config) -> int:
-    """Of a step, or of an evaluation (of 1,000 questions where it asks all there are)."""
+    """Of a step, every leaf of a tree, or of an evaluation (of 1,000 questions where it asks all)."""
     if config.train.kind is Kind.EVALUATE:
         return (config.eval.questions or 1000) * config.eval.attempts
-    return config.train.questions * config.train.workflows
+    leaves = min(config.tree.leaves, 1 + config.tree.rounds * config.tree.expansions)
+    return config.train.questions * config.train.workflows * leaves
 
 
 def _training_rows(config: Config) -> list[Rows]:

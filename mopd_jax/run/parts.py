@@ -16,7 +16,9 @@ from jax.sharding import Mesh
 from mopd_jax.checks import samples, sources_read
 from mopd_jax.config import (
     MINIATURE,
+    MODEL_FIELDS,
     RANDOM,
+    SCRIPTED,
     Backend,
     Config,
     Kind,
@@ -144,9 +146,9 @@ def files_read(config: Config, kind: Kind) -> Iterator[tuple[str, str]]:
 
 def models_read(config: Config, kind: Kind) -> Iterator[tuple[str, str]]:
     """Yields (field, spelling) for every model that a phase does not draw at random."""
-    for name in ("init",) if kind is Kind.EVALUATE else ("init", "teacher", "reference"):
+    for name in ("init",) if kind is Kind.EVALUATE else MODEL_FIELDS:
         spec = getattr(config.model, name)
-        if spec not in ("", RANDOM):
+        if spec not in ("", RANDOM, SCRIPTED):
             yield f"model.{name}", spec
 
 
@@ -249,6 +251,11 @@ def frozen_specs(config: Config) -> list[str]:
     return sorted({config.model.teacher, config.model.reference} - {""})
 
 
+def judge_specs(config: Config) -> list[str]:
+    """Returns the judge's spelling if it is a model, else nothing."""
+    return [spec for spec in (config.model.judge,) if spec not in ("", SCRIPTED)]
+
+
 def load_frozen(config: Config, student: Opened, mesh: Mesh) -> dict[str, Frozen]:
     """Returns teacher and reference by their spelling in the config; one that is both is loaded once.
 
@@ -331,28 +338,35 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
     Raises:
       Refusal: rows are longer than the model's positions, or too short for a role's first turn.
     """
-    team = config.team
-    tokens, model = policy.tokens, policy.model
-    if team.row_tokens > model.config.max_position_embeddings:
-        raise Refusal(
-            f"team.row_tokens = {team.row_tokens}, the model takes "
-            f"{model.config.max_position_embeddings} (max_position_embeddings): lower team.row_tokens."
-        )
-    renderer = make_renderer(config, tokens)
-    _check_openings(config, renderer)
+    check_positions(config.team, policy)
+    _check_openings(config, make_renderer(config, policy.tokens))
     mesh = sharding.local_mesh(config.mesh.rollout_tensor)
-    engine = make_engine(config, model, tokens.eos_ids, candidates, mesh)
-    driver = Driver(
+    engine = make_engine(config, policy.model, policy.tokens.eos_ids, candidates, mesh)
+    return Team(engine, make_driver(config, engine, policy.tokens, make_retriever(config)), mesh)
+
+
+def check_positions(team: TeamConfig, opened: Opened) -> None:
+    """Refuses a model that samples and has fewer positions than a row may be long."""
+    positions = opened.model.config.max_position_embeddings
+    if team.row_tokens > positions:
+        raise Refusal(
+            f"team.row_tokens = {team.row_tokens}, the model takes {positions} (max_position_embeddings): "
+            "lower team.row_tokens."
+        )
+
+
+def make_driver(config: Config, engine: Engine, tokens: Tokens, retriever: Retriever) -> Driver:
+    """Returns what runs workflows over an engine of `make_engine` and one retriever."""
+    return Driver(
         engine,
-        make_retriever(config),
-        renderer,
+        retriever,
+        make_renderer(config, tokens),
         tokens,
         k=config.retrieval.k,
-        row_tokens=team.row_tokens,
-        alive=alive_workflows(config.rollout, team.workflow),
+        row_tokens=config.team.row_tokens,
+        alive=alive_workflows(config.rollout, config.team.workflow),
         seed=config.run.seed,
     )
-    return Team(engine, driver, mesh)
 
 
 def _check_openings(config: Config, renderer: Renderer) -> None:

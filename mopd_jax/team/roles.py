@@ -95,6 +95,12 @@ def parse(role: Role, text: str, allowed: Sequence[str] | None = None) -> Action
     return Action(name, body)
 
 
+def find_answer(text: str) -> str:
+    """Returns the last answer between its tags in a turn, however malformed that is; "" if there is none."""
+    found = re.findall(f"<{ANSWER}>(.*?)</{ANSWER}>", text, re.DOTALL)
+    return found[-1].strip() if found else ""
+
+
 def escape(text: str) -> str:
     """Returns the text with the angle brackets of our tags, however disguised, as `&lt;` and `&gt;`."""
     return _TAG_OR_START.sub(lambda tag: tag[0].replace("<", "&lt;").replace(">", "&gt;"), text)

@@ -72,7 +72,7 @@ def single(question: str, team: TeamConfig, prompts: Prompts, candidates: int) -
     if candidates != 1:
         raise ValueError(f"The single agent answers once, found {candidates} candidates: ask for 1.")
     record = _Record()
-    brief = _Brief(Role.AGENT, prompts.agent, roles.ANSWER, prompts.ask_final)
+    brief = _Brief(Role.AGENT, prompts.agent, roles.ANSWER, prompts.ask_final, question)
     reading = yield from _investigate(brief, prompts.to_asked(question), team, prompts, record)
     return record.outcome((reading.action.body if reading.action else "",))
 
@@ -94,13 +94,15 @@ class _Brief:
     """The tag that ends its work."""
     ask_closing: str
     """What it is told when no further search is possible."""
+    task: str
+    """What it is asked for."""
 
 
 def _search(
     task: str, team: TeamConfig, prompts: Prompts, record: "_Record"
 ) -> Generator[Request, Reply, str]:
     """One Searcher session. Returns its summary, or the fixed no-result text if it gave none [D]."""
-    brief = _Brief(Role.SEARCHER, prompts.searcher, roles.SUMMARY, prompts.ask_summary)
+    brief = _Brief(Role.SEARCHER, prompts.searcher, roles.SUMMARY, prompts.ask_summary, task)
     reading = yield from _investigate(brief, prompts.to_searcher(task), team, prompts, record)
     return reading.action.body if reading.action else prompts.no_result
 
@@ -128,7 +130,7 @@ def _investigate(
         record.searches += 1
         # An index without a match still answers: an empty frame, never a blank message.
         system, content = (), "" if documents else prompts.format_documents(())
-    record.close(brief.role, session, reading, searches=searches)
+    record.close(brief.role, session, reading, searches=searches, task=brief.task)
     return reading
 
 
@@ -160,6 +162,8 @@ class _Reading:
     status: Status
     action: Action | None = None
     reason: str = ""
+    loose_answer: str = ""
+    """What a single agent's turn holds of an answer although it is malformed."""
 
     def chose(self, tag: str) -> bool:
         return self.action is not None and self.action.tag == tag
@@ -174,7 +178,8 @@ def _read(role: Role, turn: Turn, allowed: tuple[str, ...] | None = None) -> _Re
         return _Reading(Status.FINISHED, parsed)
     if turn.stop is Stop.LENGTH and parsed.incomplete:
         return _Reading(Status.LENGTH)
-    return _Reading(Status.MALFORMED, reason=parsed.reason)
+    loose = roles.find_answer(turn.text) if role is Role.AGENT else ""
+    return _Reading(Status.MALFORMED, reason=parsed.reason, loose_answer=loose)
 
 
 @dataclass
@@ -197,12 +202,18 @@ class _Record:
         return self.opened - 1
 
     def close(
-        self, role: Role, session: int, reading: _Reading, candidate: int = 0, searches: int = 0
+        self,
+        role: Role,
+        session: int,
+        reading: _Reading,
+        candidate: int = 0,
+        searches: int = 0,
+        task: str = "",
     ) -> str:
         """Notes how a session ended; returns its closing body, "" where there is none."""
-        body = reading.action.body if reading.action else ""
+        body = reading.action.body if reading.action else reading.loose_answer
         self.sessions.append(
-            Session(role, session, candidate, reading.status, searches, body, reading.reason)
+            Session(role, session, candidate, reading.status, searches, body, reading.reason, task)
         )
         return body
 
