@@ -82,7 +82,12 @@ def train(questions: int, learner: Learner, scorer: Scorer, layout) -> dict:
     config.model.teacher = "teacher"
     replay = Replay()
     source = Reinforcement(
-        config, QuestionSource([QUESTIONS], seed=1), Team(replay, replay, None), scorer, shards=DEVICES
+        config,
+        QuestionSource([QUESTIONS], seed=1),
+        Team(replay, replay, None),
+        scorer,
+        judge=None,
+        shards=DEVICES,
     )
     state = learner.init_state(laid_out(make_params(MODEL), layout))
     lines = []

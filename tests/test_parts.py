@@ -265,6 +265,12 @@ def test_rows_in_which_a_role_could_never_speak_are_refused(config, student, wor
         parts.make_team(config, student, 1)
 
 
+def test_a_retriever_that_finds_nothing(config):
+    config.retrieval.backend = Backend.NONE
+    retriever = parts.make_retriever(config)
+    assert retriever.search(["Ada's novel", "x"], 3) == [(), ()] and retriever.identity == "none"
+
+
 # ---------------------------------------------------------------- what a phase was computed from
 
 FILES = (
@@ -275,7 +281,7 @@ FILES = (
     "corpus.jsonl",
     "manifest.jsonl",
 )
-MODELS = ("init", "teacher", "reference")
+MODELS = ("init", "teacher", "reference", "judge")
 
 
 @pytest.fixture

@@ -193,9 +193,22 @@ def test_the_systems_of_the_comparison_are_there():
 
 
 @pytest.mark.parametrize("name", FULL_SCALE)
-def test_a_full_scale_config_passes_its_checks_and_is_planned(name):
+def test_a_full_scale_config_passes_its_checks(name):
+    assert load(name).run.dir == ("runs/beta_0.1" if name == "beta" else f"runs/{name}")
+
+
+def differently_planned() -> list[str]:
+    """One config of each kind, workflow and set of models: objectives alone change no shape."""
+    names = {}
+    for name in FULL_SCALE:
+        config = load(name)
+        names.setdefault(repr((config.train.kind, config.team, config.tree, config.model)), name)
+    return list(names.values())
+
+
+@pytest.mark.parametrize("name", differently_planned())
+def test_shapes_memory_and_time_of_a_full_scale_config_are_known_beforehand(name):
     config = load(name)
-    assert config.run.dir == ("runs/beta_0.1" if name == "beta" else f"runs/{name}")
     text = "\n".join(dry_run(config, "qwen3-4b", "v5e"))
     assert "checkpoints/Qwen3-4B-Instruct-2507: 4,022,468,096 parameters" in text or "runs/stage" in text
     assert ("update" in text) == (config.train.kind is not Kind.EVALUATE)
@@ -233,6 +246,15 @@ def test_a_named_system_brings_what_it_needs():
         mini_systems.get_config("critic")
 
 
+SHOWN = {
+    "stage2": {"log_ratio/searcher", "kl/leader", "reward/leader"},
+    "prompted_critic": {"seconds/judge", "unscored/searcher"},
+    "search_r1": {"reward/agent", "em/agent", "kl/agent"},
+    "tree_grpo": {"reward/agent", "tree/calls", "tree/calls_alone"},
+}
+"""What some systems measure and others do not."""
+
+
 @pytest.mark.slow
 def test_every_system_trains_two_steps_and_is_evaluated(tmp_path):
     device = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
@@ -255,5 +277,6 @@ def test_every_system_trains_two_steps_and_is_evaluated(tmp_path):
             records = (tmp_path / name / "results.jsonl").read_text().splitlines()[1:]
             assert [json.loads(record)["attempt"] for record in records] == [0, 1]
         else:
-            assert [line["step"] for line in read_metrics(tmp_path / name)] == [1, 2]
-            assert all(line["grad_norm"] > 0 for line in read_metrics(tmp_path / name)), name
+            lines = read_metrics(tmp_path / name)
+            assert [line["step"] for line in lines] == [1, 2]
+            assert SHOWN.get(name, set()) <= lines[0].keys(), name

@@ -27,7 +27,6 @@ from mopd_jax.config import (
     Remat,
     TeamConfig,
     Wording,
-    Workflow,
 )
 from mopd_jax.data import miniature, questions
 from mopd_jax.data.demonstrations import FileDemonstrations, read_conversations
