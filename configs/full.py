@@ -1,5 +1,8 @@
-"""What the full-scale experiments share; no experiment itself. See stage1.py and stage2.py."""
+"""What the full-scale experiments share; no experiment itself. Their differences are in systems.py."""
 
+from collections.abc import Callable
+
+from configs.systems import Models
 from mopd_jax.config import (
     Attention,
     Backend,
@@ -20,6 +23,7 @@ from mopd_jax.config import (
 )
 
 BASE = "checkpoints/Qwen3-4B-Instruct-2507"
+MODELS = Models(base=BASE, stage1="runs/stage1", stage2="runs/stage2", judge=BASE)
 BENCHMARKS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 
 
@@ -56,3 +60,10 @@ def base() -> Config:
         eval=EvalConfig(every=25, validation_questions=256, attempts=4),
         checkpoint=CheckpointConfig(every=10, keep=2),
     )
+
+
+def full_scale(system: Callable[[Config, Models], Config]) -> Config:
+    """Returns a system of systems.py at full scale; its folder is called as it is."""
+    config = system(base(), MODELS)
+    config.run.dir = f"runs/{system.__name__}"
+    return config

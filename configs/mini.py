@@ -9,7 +9,9 @@ Expected:  see README.md: what was measured, and with which settings
 
 from dataclasses import dataclass, field, replace
 
+from configs import systems
 from mopd_jax.config import (
+    SCRIPTED,
     Backend,
     Chain,
     CheckpointConfig,
@@ -19,7 +21,6 @@ from mopd_jax.config import (
     Kind,
     LearnConfig,
     ModelConfig,
-    Objective,
     OptimConfig,
     RetrievalConfig,
     RolloutConfig,
@@ -32,6 +33,7 @@ from mopd_jax.config import (
 )
 
 WORLD = ("miniature",)
+MODELS = systems.Models(base="warmup", stage1="stage1", stage2="stage2", judge=SCRIPTED)
 
 
 def base() -> Config:
@@ -79,11 +81,8 @@ def facts() -> Config:
 
 def stage1() -> Config:
     """C-MAS + RL: Searcher and Answerer by GRPO, KL to the base policy."""
-    config = base()
+    config = systems.stage1(base(), MODELS)
     config.train = TrainConfig(steps=60, questions=20, workflows=5)
-    config.model = ModelConfig(init="warmup", reference="warmup")
-    config.team = replace(config.team, workflow=Workflow.CASCADE)
-    config.learn = replace(config.learn, leader=Objective.NONE, searcher=Objective.GRPO)
     return config
 
 
@@ -93,21 +92,22 @@ def stage2() -> Config:
     β departs from the paper's 0.01: 40 steps leave little time for a weak signal. The two values have not
     been compared with everything else equal.
     """
-    config = base()
+    config = systems.stage2(base(), MODELS)
     config.train = TrainConfig(steps=40, questions=13, workflows=5)
-    config.model = ModelConfig(init="warmup", teacher="stage1", reference="stage1")
     config.learn.beta = 1.0
     return config
 
 
-def evaluation(init: str, workflow: Workflow) -> Config:
-    """300 held-out questions, four attempts each."""
+def examination() -> Config:
+    """What evaluations share: 300 held-out questions, four attempts each."""
     config = base()
-    config.train = TrainConfig(kind=Kind.EVALUATE)
-    config.model = ModelConfig(init=init)
-    config.team = replace(config.team, workflow=workflow)
     config.eval = EvalConfig(questions=300, attempts=4)
     return config
+
+
+def evaluation(init: str, workflow: Workflow) -> Config:
+    """A policy in a workflow, evaluated."""
+    return systems.evaluated(examination(), init, workflow)
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Stage 2, MultiAgent-OPD: Leader and Answerer by GRPO, the Searcher distilled from the stage-1 teacher.
 
-Command:   python -m mopd_jax.train --config=configs/stage2.py --config.run.dir=runs/stage2
+Command:   python -m mopd_jax.train --config=configs/stage2.py
 Hardware:  TPU v5e-64 or larger; a Search-R1 retrieval server at retrieval.url
 Time:      not measured by us: no such machine has run it yet
 Expected:  macro avg@4 38.68, pass@4 48.73, 5.39 searches per workflow (quoted from the paper)
@@ -8,15 +8,10 @@ Expected:  macro avg@4 38.68, pass@4 48.73, 5.39 searches per workflow (quoted f
 The student starts from the base weights; --config.model.init=runs/stage1 starts it from the teacher.
 """
 
-from configs.full import base
-from mopd_jax.config import Config, Objective, Workflow
+from configs.full import full_scale
+from configs.systems import stage2
+from mopd_jax.config import Config
 
 
 def get_config() -> Config:
-    config = base()
-    config.run.dir = "runs/stage2"
-    config.team.workflow = Workflow.HIERARCHY
-    config.model.teacher = config.model.reference = "runs/stage1"
-    config.learn.searcher = Objective.OPD
-    config.learn.beta = 0.01
-    return config
+    return full_scale(stage2)

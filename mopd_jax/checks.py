@@ -14,22 +14,21 @@ import typing
 from collections.abc import Iterable, Iterator, Sequence
 
 from mopd_jax.config import (
+    MINIATURE,
+    MODEL_FIELDS,
     SPLASH_TILE,
     Attention,
     Backend,
     Chain,
     Config,
     Kind,
-    Objective,
     RunConfig,
     Schedule,
     Wording,
     Workflow,
 )
+from mopd_jax.objective_rules import Finding, objectives
 from mopd_jax.refusal import Refusal
-
-Finding = tuple[str, str]
-"""Dotted field inside its config, and what is wrong with it."""
 
 
 class ConfigError(Refusal):
@@ -146,20 +145,21 @@ POSITIVE = (
     "rollout.conversations rollout.requests rollout.prefill_rows rollout.prefill_tokens "
     "rollout.decode_steps learn.log_ratio_clamp learn.updates_per_batch learn.micro_batch_tokens "
     "learn.logit_chunk optim.eps optim.max_grad_norm train.questions train.workflows "
-    "eval.validation_attempts eval.attempts checkpoint.every checkpoint.keep"
+    "tree.expansions tree.leaves eval.validation_attempts eval.attempts checkpoint.every checkpoint.keep"
 ).split()
 NOT_NEGATIVE = (
-    "data.world_seed retrieval.cache retrieval.retries rollout.parked learn.kl learn.beta "
-    "learn.role_gradients_every optim.lr optim.weight_decay optim.warmup_steps train.steps eval.every "
-    "eval.validation_questions eval.questions"
+    "data.world_seed retrieval.cache retrieval.retries team.workflow_input_tokens rollout.parked learn.kl "
+    "learn.beta learn.role_gradients_every optim.lr optim.weight_decay optim.warmup_steps train.steps "
+    "eval.every tree.rounds eval.validation_questions eval.questions"
 ).split()
 
 
 def _numbers(c: Config) -> Iterator[Finding]:
     yield from ((name, "must be above 0") for name in POSITIVE if _get(c, name) <= 0)
     yield from ((name, "must not be negative") for name in NOT_NEGATIVE if _get(c, name) < 0)
-    if not 0 <= c.retrieval.max_aborted_share <= 1:
-        yield "retrieval.max_aborted_share", "is a share, 0 to 1"
+    for name in ("retrieval.max_aborted_share", "train.collapse_share"):
+        if not 0 <= _get(c, name) <= 1:
+            yield name, "is a share, 0 to 1"
     if not 0 < c.learn.clip < 1:
         yield "learn.clip", "must lie between 0 and 1"
     if c.learn.sampler_weight_cap and c.learn.sampler_weight_cap < 1:
@@ -236,7 +236,7 @@ def _model(c: Config, kind: Kind) -> Iterator[Finding]:
             yield "model.init", f"has the embedded world's vocabulary, but {name} names files of real text"
         if c.team.wording is Wording.FULL:
             yield "team.wording", 'must be miniature: model.init = "random" knows only those words'
-    for name in ("teacher", "reference"):
+    for name in MODEL_FIELDS[1:]:
         if _get(c.model, name) == "random":
             yield f"model.{name}", "a frozen model with random weights teaches nothing"
         elif _get(c.model, name) and kind is Kind.SUPERVISED:
@@ -272,13 +272,17 @@ def _choices(c: Config, kind: Kind) -> Iterator[Finding]:
             yield "data.manifest", "the embedded world has none: leave it empty"
 
 
+DEMONSTRATIONS = ("miniature:facts", "miniature:noisy", "miniature:facts+agent", "miniature:noisy+agent")
+"""The streams of `data/miniature_experts.py`."""
+
+
 def _sources(name: str, sources: tuple[str, ...]) -> Iterator[Finding]:
-    embedded = ("miniature:facts", "miniature:noisy") if name == "data.demonstrations" else ("miniature",)
+    embedded = DEMONSTRATIONS if name == "data.demonstrations" else (MINIATURE,)
     if "" in sources:
         yield name, "has an empty file name; no files at all are spelled ()"
     for source in sources:
         if source.partition(":")[0] == "miniature" and source not in embedded:
-            yield name, f"knows only {' and '.join(embedded)} of the embedded world"
+            yield name, f"knows only {', '.join(embedded)} of the embedded world"
     if _is_miniature(sources) and len(sources) > 1:
         yield name, "the embedded world stands alone: its vocabulary knows no other text"
 
@@ -335,41 +339,8 @@ def _training(c: Config, kind: Kind) -> Iterator[Finding]:
         yield "optim.warmup_steps", f"leaves none of {updates} updates to a {show(c.optim.schedule)} schedule"
 
 
-def _objectives(c: Config, kind: Kind) -> Iterator[Finding]:
-    """Who learns from what: only a reinforce phase has roles with objectives."""
-    if kind is not Kind.REINFORCE:
-        return
-    learn, objectives = c.learn, {r: _get(c.learn, r) for r in ("leader", "searcher", "answerer")}
-    if c.team.workflow is Workflow.CASCADE and learn.leader is not Objective.NONE:
-        yield "learn.leader", "must be none: team.workflow = cascade has no Leader"
-    if set(objectives.values()) == {Objective.NONE}:
-        yield "learn.searcher", "no role has an objective, so nothing would be learnt"
-    for role in ("leader", "answerer"):
-        if objectives[role] is Objective.OPD:
-            yield f"learn.{role}", "must be grpo or none: only the Searcher is distilled"
-    yield from _groups(c)
-    distilled = Objective.OPD in objectives.values()
-    if distilled and not c.model.teacher:
-        yield "model.teacher", "learn.searcher = opd needs a teacher"
-    if c.model.teacher and not distilled:
-        yield "model.teacher", "no role is distilled (opd), so it would score nothing: leave it empty"
-    if distilled and not learn.beta > 0:
-        yield "learn.beta", "must be above 0: it weighs the only signal of learn.searcher = opd"
-    if Objective.GRPO in objectives.values() and learn.kl > 0 and not c.model.reference:
-        yield "model.reference", f"learn.kl = {learn.kl} needs a reference; 0 turns the penalty off"
-
-
-def _groups(c: Config) -> Iterator[Finding]:
-    """GRPO compares the rows of a group; a group of one teaches nothing."""
-    for role in ("leader", "searcher"):
-        if _get(c.learn, role) is Objective.GRPO and c.train.workflows < 2:
-            yield "train.workflows", f"learn.{role} = grpo compares workflows of one question: at least 2"
-    if c.learn.answerer is Objective.GRPO and c.team.candidates < 2:
-        yield "team.candidates", "learn.answerer = grpo compares candidates of one answer request: at least 2"
-
-
 _RULES = (_numbers, _sampling, _architecture, _mesh, _lengths)
-_PHASE_RULES = (_model, _data, _choices, _retrieval, _team, _training, _objectives)
+_PHASE_RULES = (_model, _data, _choices, _retrieval, _team, _training, objectives)
 
 
 # ---------------------------------------------------------------- phases and chains
@@ -409,7 +380,7 @@ def _phases_as_written(config: Config | Chain) -> dict[str, Config]:
 def _hand_over(name: str, named: dict[str, Config]) -> Iterator[Finding]:
     """Weights come from a phase that has run before and was trained."""
     order = list(named)
-    for field in ("init", "teacher", "reference"):
+    for field in MODEL_FIELDS:
         source = _get(named[name].model, field)
         if not source or source not in named:
             continue

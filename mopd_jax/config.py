@@ -6,111 +6,36 @@ refused config cost a fraction of a second.
 """
 
 import dataclasses
-import enum
 from dataclasses import dataclass, field
+
+from mopd_jax.choices import (
+    AgentReward,
+    Alarm,
+    Attention,
+    Backend,
+    Denominator,
+    Kind,
+    KLPlacement,
+    Objective,
+    PenaltyScope,
+    Precision,
+    Remat,
+    Schedule,
+    SearcherReward,
+    Wording,
+    Workflow,
+)
 
 MINIATURE = "miniature"
 """The embedded world, where a config names files."""
 RANDOM = "random"
 """Random weights with the embedded world's tokenizer, where a config names a model."""
+SCRIPTED = "scripted"
+"""The embedded world's scripted judge, where a config names a judge."""
+MODEL_FIELDS = ("init", "teacher", "reference", "judge")
+"""The fields of `ModelConfig` that name a model."""
 SPLASH_TILE = 128
 """Rows of splash attention are a multiple of this many tokens, the width of a TPU's vectors."""
-
-
-class Kind(enum.Enum):
-    """What a phase does."""
-
-    SUPERVISED = "supervised"
-    REINFORCE = "reinforce"
-    EVALUATE = "evaluate"
-
-
-class Workflow(enum.Enum):
-    """Who talks to whom."""
-
-    CASCADE = "cascade"
-    HIERARCHY = "hierarchy"
-
-
-class Wording(enum.Enum):
-    """Which prompts the roles get."""
-
-    FULL = "full"
-    MINIATURE = "miniature"
-
-
-class Objective(enum.Enum):
-    """What a role's tokens learn from."""
-
-    GRPO = "grpo"
-    OPD = "opd"
-    NONE = "none"
-
-
-class KLPlacement(enum.Enum):
-    """Where the KL penalty enters the reward."""
-
-    TOKEN = "token"
-    SEQUENCE = "sequence"
-
-
-class Denominator(enum.Enum):
-    """What the loss is divided by."""
-
-    ALL = "all"
-    ROLE = "role"
-
-
-class PenaltyScope(enum.Enum):
-    """Which Searcher rows a malformed Searcher turn costs."""
-
-    ROW = "row"
-    WORKFLOW = "workflow"
-
-
-class SearcherReward(enum.Enum):
-    """What a GRPO-trained Searcher is rewarded for."""
-
-    ACTIVITY = "activity"
-    OUTCOME = "outcome"
-
-
-class Backend(enum.Enum):
-    """Which retriever answers the searches."""
-
-    MINIATURE = "miniature"
-    BM25 = "bm25"
-    DENSE = "dense"
-    HTTP = "http"
-
-
-class Schedule(enum.Enum):
-    """How the learning rate moves after its warm-up."""
-
-    CONSTANT = "constant"
-    COSINE = "cosine"
-    LINEAR = "linear"
-
-
-class Precision(enum.Enum):
-    """A floating-point type."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class Remat(enum.Enum):
-    """What the backward pass computes again."""
-
-    NONE = "none"
-    FULL = "full"
-
-
-class Attention(enum.Enum):
-    """What computes attention over packed rows."""
-
-    XLA = "xla"
-    SPLASH = "splash"
 
 
 @dataclass
@@ -159,6 +84,9 @@ class ModelConfig:
     """Frozen model that scores distilled roles (same spellings as `init`); "" where no role is distilled."""
     reference: str = ""
     """Frozen model of the KL penalty, spelt alike, the teacher in stage 2; "" where `learn.kl` is 0."""
+    judge: str = ""
+    """Frozen model that scores the sessions of a Searcher with a critic, by default the base model [D], or
+    "scripted", which judges by rule in the embedded world; "" where there is no critic."""
     architecture: ArchitectureConfig = field(default_factory=ArchitectureConfig)
     """Sizes for `init = "random"`."""
     compute: Precision = Precision.FLOAT32
@@ -231,7 +159,8 @@ class TeamConfig:
     """Workflow, wording and limits of the team."""
 
     workflow: Workflow = Workflow.HIERARCHY
-    """Cascade (Searcher → Answerer) or hierarchy (Leader ⇄ Searcher → Answerer)."""
+    """Cascade (Searcher → Answerer), hierarchy (Leader ⇄ Searcher → Answerer), or a single agent that
+    searches and answers in one conversation (Search-R1)."""
     wording: Wording = Wording.FULL
     """Prompts in full sentences, or in the few words of the embedded world."""
     candidates: int = 5
@@ -239,13 +168,17 @@ class TeamConfig:
     leader_turns: int = 5
     """Turns of the Leader; the last one is only for the answer request, so one task fewer [D]."""
     session_searches: int = 4
-    """Searches of one Searcher session; then only a summary is accepted [D]."""
+    """Searches of one Searcher session; then only a summary is accepted. The single agent's too; then only an
+    answer is accepted [D]."""
     workflow_searches: int = 12
     """Searches of one workflow; a Searcher at this cap is asked for its summary [D]."""
+    workflow_input_tokens: int = 0
+    """Input tokens of one workflow, summed over its model calls, after which nobody may search or give a
+    sub-task any more; 0: no such cap [D]."""
     leader_tokens: int = 256
     """New tokens per Leader turn [D]."""
     searcher_tokens: int = 256
-    """New tokens per Searcher turn [D]."""
+    """New tokens per turn of a Searcher or of the single agent [D]."""
     answerer_tokens: int = 64
     """New tokens per answer [D]."""
     document_tokens: int = 768
@@ -286,17 +219,24 @@ class LearnConfig:
     leader: Objective = Objective.GRPO
     """Objective of the Leader's rows."""
     searcher: Objective = Objective.OPD
-    """Objective of the Searcher's rows: OPD in stage 2, GRPO in stage 1."""
+    """Objective of the Searcher's rows: OPD in stage 2, GRPO in stage 1; CRITIC: GRPO on a judge's scores."""
     answerer: Objective = Objective.GRPO
     """Objective of the Answerer's rows."""
+    agent: Objective = Objective.NONE
+    """Objective of the single agent's rows."""
     searcher_reward: SearcherReward = SearcherReward.ACTIVITY
     """Reward of a GRPO-trained Searcher: 0.9 E + 0.1 activity [P], or E alone."""
+    agent_reward: AgentReward = AgentReward.EXACT
+    """Reward of the single agent: its own exact match and −1 for malformed output, or Tree-GRPO's graded
+    one, which has no −1 [D]."""
     leader_bonus: bool = True
     """Leader reward 0.9 E + 0.1 search bonus [P], or E alone."""
     penalty_scope: PenaltyScope = PenaltyScope.ROW
     """Whether a malformed turn of a GRPO-trained Searcher costs −1 on its row or on all Searcher rows [D]."""
     kl: float = 1e-3
     """Coefficient of the KL penalty in the reward of GRPO roles [P]."""
+    searcher_kl: bool = True
+    """Whether a Searcher with a reward pays the KL penalty too, as in stage 1 [D]."""
     kl_placement: KLPlacement = KLPlacement.TOKEN
     """Per token after the outcome is normalised, or per sequence before [D]."""
     beta: float = 0.01
@@ -351,6 +291,25 @@ class TrainConfig:
     """Draws of a question per step (demonstrations per step in a supervised phase)."""
     workflows: int = 5
     """G: workflows per question, as in GRPO; the number is ours [D]."""
+    collapse_share: float = 0.05
+    """A step of whose workflows a smaller share searches at all raises the alarm; 0: never [D]."""
+    collapse_alarm: Alarm = Alarm.WARN
+    """Whether that alarm is a warning or stops the run [D]."""
+
+
+@dataclass
+class TreeConfig:
+    """Tree-GRPO: the single agent's chains branch (arXiv 2509.21240); numbers from public reports [D].
+
+    `train.workflows` is the number of chains of a question, each of which starts a tree.
+    """
+
+    rounds: int = 0
+    """How often each tree grows [D]; 0: chains do not branch."""
+    expansions: int = 2
+    """Nodes drawn per tree and round, each continued to the end as a new branch [D]."""
+    leaves: int = 3
+    """Leaves kept of each tree, at random [D]."""
 
 
 @dataclass
@@ -381,6 +340,7 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    tree: TreeConfig = field(default_factory=TreeConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -397,8 +357,8 @@ class Config:
 class Chain:
     """Phases that run one after the other in the order of the fields.
 
-    A subclass adds one `Config` field per phase. `model.init`, `teacher` and `reference` of a phase
-    may name an earlier one. `run.dir` is the parent of the phases' folders; the other fields of `run`
+    A subclass adds one `Config` field per phase. `model.init`, `teacher`, `reference` and `judge` of a
+    phase may name an earlier one. `run.dir` is the parent of the phases' folders; the other fields of `run`
     replace each phase's own.
     """
 
@@ -417,7 +377,7 @@ def phases(config: Config | Chain) -> dict[str, Config]:
         phase = getattr(config, f.name)
         if isinstance(phase, Config):
             run = dataclasses.replace(config.run, dir=f"{config.run.dir.rstrip('/')}/{f.name}")
-            models = {key: getattr(phase.model, key) for key in ("init", "teacher", "reference")}
+            models = {key: getattr(phase.model, key) for key in MODEL_FIELDS}
             models = {key: named[spec].run.dir if spec in named else spec for key, spec in models.items()}
             named[f.name] = dataclasses.replace(
                 phase, run=run, model=dataclasses.replace(phase.model, **models)

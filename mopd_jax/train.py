@@ -55,7 +55,7 @@ def train(name: str, config: Config) -> bool:
       Whether it came to its end; False after SIGTERM or SIGINT, when the state has been saved.
 
     Raises:
-      NonFiniteLoss, TooManyAborted: the run cannot go on; its last checkpoint stands.
+      NonFiniteLoss, TooManyAborted, SearchCollapse: the run cannot go on; its last checkpoint stands.
       Refusal: what does not fit, in words.
     """
     from etils import epath

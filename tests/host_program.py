@@ -87,6 +87,7 @@ def train(questions: int, learner: Learner, scorer: Scorer, layout) -> dict:
         QuestionSource([QUESTIONS], seed=1),
         Team(replay, replay, replay, None),
         scorer,
+        judge=None,
         shards=DEVICES,
     )
     state = learner.init_state(laid_out(make_params(MODEL), layout))

@@ -157,6 +157,40 @@ def test_all_searcher_sessions_of_a_draw_form_one_group():
     np.testing.assert_allclose(values, [1.1547, -0.5773, -0.5773], atol=1e-4)
 
 
+def leaves(*trees, **where):
+    """One draw of a single agent's trees; 1 is a right leaf, 0 a wrong one."""
+    episodes = []
+    for number, outcomes in enumerate(trees):
+        for right in outcomes:
+            row = make_row(Role.AGENT, "Paris" if right else "Rome")
+            episodes.append(make_episode(row, workflow=len(episodes), **where))
+            episodes[-1].tree = number
+    return episodes
+
+
+AGENT = LearnConfig(agent=Objective.GRPO, kl=0.0)
+
+
+def test_a_leaf_adds_up_what_its_tree_and_its_question_say():
+    """z of [1, 0, 0] and z of [1, 0, 0, 0, 0, 0]; a tied tree adds exactly 0."""
+    found = outcome_advantages(leaves([1, 0, 0], [0, 0, 0]), AGENT)
+    wanted = [3.1959, -0.9856, -0.9856, -0.4082, -0.4082, -0.4082]
+    np.testing.assert_allclose(found.values, wanted, atol=1e-4)
+    assert (found.tied_groups, found.single_groups) == (1, 0)
+
+
+def test_a_tree_of_one_leaf_leaves_the_question_alone():
+    found = outcome_advantages(leaves([1], [0]), AGENT)
+    np.testing.assert_allclose(found.values, [0.7071, -0.7071], atol=1e-4)
+    assert found.single_groups == 2
+
+
+def test_trees_of_two_draws_and_questions_never_meet():
+    """Each pair of right and wrong is ±0.7071 in its tree and ±0.7071 in its question."""
+    episodes = leaves([1, 0]) + leaves([1, 0], draw=1) + leaves([1, 0], question=make_question("8"))
+    np.testing.assert_allclose(outcome_advantages(episodes, AGENT).values, [1.4142, -1.4142] * 3, atol=1e-4)
+
+
 def test_an_aborted_workflow_leaves_the_others_their_own_mean():
     """n = 2 of 3 remain: ±0.7071, as if the third had never been."""
     episodes = [led(1), led(0, workflow=1), led(1, workflow=2)]

@@ -305,6 +305,16 @@ def test_sampled_ids_are_kept_where_encoding_again_would_change_them(byte_tokens
     assert answerer.ids[~answerer.mask].tolist() == asked
 
 
+def test_the_workflow_learns_how_much_was_read():
+    """The first prompt's length is the cap; with one token more the Searcher may search again."""
+    capped = TeamConfig(workflow_input_tokens=len(OPENED))
+    (episode,) = drive(scripted(*map(said, (SEARCH, SEARCH, ANSWERS[0]))), team=capped)
+    assert (episode.searches, episode.rows[0].status) == (1, Status.MALFORMED)
+    looser = TeamConfig(workflow_input_tokens=len(OPENED) + 1)
+    (episode,) = drive(scripted(*map(said, (SEARCH, SEARCH, SUMMARY, ANSWERS[0]))), team=looser)
+    assert (episode.searches, episode.rows[0].status) == (2, Status.FINISHED)
+
+
 def test_a_cut_turn_with_a_whole_action_counts_and_its_end_of_turn_is_not_learnt():
     turns = [said(text, ended=False) for text in (SEARCH, SUMMARY, ANSWERS[0])]
     (episode,) = drive(scripted(*turns))

@@ -47,6 +47,24 @@ def stage1() -> Config:
     return config
 
 
+def alone() -> Config:
+    """A sound config of the single agent."""
+    config = stage2()
+    config.team.workflow, config.team.candidates = Workflow.SINGLE, 1
+    config.learn.leader = config.learn.searcher = config.learn.answerer = Objective.NONE
+    config.learn.agent = Objective.GRPO
+    config.model.teacher = ""
+    return config
+
+
+def judged() -> Config:
+    """A sound config of the hierarchy with a critic."""
+    config = stage2()
+    config.learn.searcher = Objective.CRITIC
+    config.model.teacher, config.model.judge = "", "base"
+    return config
+
+
 def warmup() -> Config:
     """A sound supervised config."""
     config = Config()
@@ -138,14 +156,14 @@ def test_overrides_reach_one_phase_of_a_chain(tmp_path):
     ("override", "message"),
     [
         ("optim.lrr=1", "config.optim has no field 'lrr'. Did you mean lr? Its fields: lr, b1, b2, eps,"),
-        ("optimm.lr=1", "config has no field 'optimm'. Did you mean optim? Its fields: run, train, model,"),
+        ("optimm.lr=1", "config has no field 'optimm'. Did you mean optim? Its fields: run, train, tree,"),
         ("optim.lr.peak=1", "config.optim.lr is a single field, so --config.optim.lr.peak names nothing."),
         ("optim=1", "config.optim is a group of fields, set one of them: lr, b1,"),
         ("optim.lr=fast", "config.optim.lr got 'fast': expected a number."),
         ("optim.lr=nan", "config.optim.lr = nan: expected a number."),
         ("train.steps=1.5", "config.train.steps got '1.5': expected a whole number."),
         ("run.allow_changes=maybe", "config.run.allow_changes got 'maybe': expected true or false."),
-        ("learn.searcher=sft", "config.learn.searcher got 'sft': expected one of grpo, opd, none."),
+        ("learn.searcher=sft", "config.learn.searcher got 'sft': expected one of grpo, opd, critic, none."),
         (
             "mesh.shape=(1,2)",
             "config.mesh.shape = (1, 2): expected a tuple of 3 whole numbers, spelled (1,1,1)",
@@ -298,11 +316,21 @@ def test_help_names_the_config_flag():
 # ---------------------------------------------------------------- the checks
 
 
-@pytest.mark.parametrize("config", [stage1(), stage2(), warmup(), evaluation()])
+@pytest.mark.parametrize("config", [stage1(), stage2(), alone(), judged(), warmup(), evaluation()])
 def test_sound_configs_pass(config):
     before = copy.deepcopy(config)
     validate(config)
     assert config == before
+
+
+def test_a_searcher_without_the_kl_penalty_needs_no_reference_for_it():
+    config = judged()
+    config.learn.leader = config.learn.answerer = Objective.NONE
+    config.model.reference = ""
+    with pytest.raises(ConfigError, match=r"model\.reference = '': learn.kl = 0.001 needs a reference"):
+        validate(config)
+    config.learn.searcher_kl = False
+    validate(config)
 
 
 def test_every_number_has_a_bound():
@@ -310,6 +338,7 @@ def test_every_number_has_a_bound():
     by_hand = {
         "run.seed",
         "retrieval.max_aborted_share",
+        "train.collapse_share",
         "learn.clip",
         "learn.sampler_weight_cap",
         "optim.b1",
@@ -388,12 +417,30 @@ def test_every_number_has_a_bound():
         (stage2, {"learn.beta": 0.0}, "config.learn.beta = 0.0: must be above 0"),
         (stage2, {"learn.leader": Objective.OPD}, "config.learn.leader = opd: must be grpo or none"),
         (stage2, {"learn.answerer": Objective.OPD}, "config.learn.answerer = opd: must be grpo or none"),
-        (stage1, {"learn.leader": Objective.GRPO}, "must be none: team.workflow = cascade has no Leader"),
+        (stage1, {"learn.leader": Objective.GRPO}, "must be none: team.workflow = cascade has no leader"),
         (
             stage1,
             {"learn.searcher": Objective.NONE, "learn.answerer": Objective.NONE},
             "no role has an objective",
         ),
+        (stage2, {"learn.agent": Objective.GRPO}, "must be none: team.workflow = hierarchy has no agent"),
+        (alone, {"learn.leader": Objective.GRPO}, "must be none: team.workflow = single has no leader"),
+        (alone, {"learn.agent": Objective.NONE}, "config.learn.agent = none: no role has an objective"),
+        (alone, {"learn.agent": Objective.OPD}, "only the Searcher is distilled or judged"),
+        (alone, {"team.candidates": 5}, "config.team.candidates = 5: must be 1: the single agent"),
+        (alone, {"train.workflows": 1}, "learn.agent = grpo compares workflows of one question"),
+        (alone, {"model.reference": ""}, "learn.kl = 0.001 needs a reference"),
+        (stage2, {"tree.rounds": 1}, "config.tree.rounds = 1: must be 0: only the single agent"),
+        (judged, {"model.judge": ""}, "learn.searcher = critic needs a judge: name a model"),
+        (
+            judged,
+            {"model.judge": "scripted"},
+            "config.model.judge = 'scripted': knows only the embedded world",
+        ),
+        (judged, {"model.judge": "random"}, "a frozen model with random weights teaches nothing"),
+        (judged, {"train.workflows": 1}, "learn.searcher = critic compares workflows of one question"),
+        (judged, {"model.reference": ""}, "learn.kl = 0.001 needs a reference"),
+        (stage2, {"model.judge": "base"}, "no role learns from a judge (critic)"),
         # models
         (stage2, {"model.init": ""}, "config.model.init = '': name a Hugging Face folder"),
         (stage2, {"model.teacher": "random"}, "a frozen model with random weights teaches nothing"),
@@ -419,7 +466,7 @@ def test_every_number_has_a_bound():
         (evaluation, {"data.manifest": "m", "data.test": ("miniature",)}, "the embedded world has none"),
         (stage2, {"data.train": ("miniature", "nq.jsonl")}, "the embedded world stands alone"),
         (stage2, {"data.train": ("miniature:facts",)}, "knows only miniature of the embedded world"),
-        (warmup, {"data.demonstrations": ("miniature",)}, "knows only miniature:facts and miniature:noisy"),
+        (warmup, {"data.demonstrations": ("miniature",)}, "knows only miniature:facts, miniature:noisy, "),
         (stage2, {"retrieval.backend": Backend.BM25}, "retrieval.backend = bm25 needs a corpus file"),
         (stage2, {"retrieval.backend": Backend.DENSE}, "retrieval.backend = dense needs a corpus file"),
         (

@@ -15,7 +15,7 @@ SOURCES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "tools").rglob("*.py"), *(ROO
 
 ROOMS = ("config", "retrieval", "team", "data", "model", "rollout", "learn", "run", "programs")
 """From left to right: a room imports itself and what stands to its left."""
-FRONT = {"config", "checks", "flags", "published", "refusal"}
+FRONT = {"config", "choices", "checks", "objective_rules", "flags", "published", "refusal"}
 """Modules of the package itself that stand leftmost; the others are programs."""
 FOREIGN = {
     "team": {"jax", "flax", "optax", "orbax", "transformers", "tokenizers", "torch", "tensorflow_datasets"},

@@ -13,7 +13,7 @@ from mopd_jax.data.miniature_experts import STREAMS, Demonstrations, Noise, play
 from mopd_jax.model.tokens import Tokens
 from mopd_jax.retrieval.miniature import MiniatureSearch
 from mopd_jax.team.episode import Message, Role, Status
-from mopd_jax.team.roles import Action, parse
+from mopd_jax.team.roles import ACTIONS, Action, parse
 from mopd_jax.team.workflows import WORKFLOWS
 
 TEAM = TeamConfig(session_searches=3)
@@ -240,7 +240,8 @@ def test_without_search_experts_only_guess(world, search):
 
 
 def test_the_noisy_experts_are_weak_and_search_little(world, search):
-    cascade, hierarchy = (_played(workflow, STREAMS["noisy"], world, search) for workflow in Workflow)
+    teams = (Workflow.CASCADE, Workflow.HIERARCHY)
+    cascade, hierarchy = (_played(workflow, STREAMS["noisy"], world, search) for workflow in teams)
     assert 0.28 < _accuracy(cascade) < 0.42 and 0.55 < _accuracy(hierarchy) < 0.7
     for played in (cascade, hierarchy):
         assert 1.0 < np.mean([outcome.searches for _, _, outcome in played]) < 2.0
@@ -249,26 +250,37 @@ def test_the_noisy_experts_are_weak_and_search_little(world, search):
         assert low <= np.mean([status is Status.MALFORMED for status in statuses]) <= high
 
 
+def test_the_single_agent_searches_like_a_searcher_and_answers_itself(world, search):
+    clean = _played(Workflow.SINGLE, Noise(), world, search)
+    noisy = _played(Workflow.SINGLE, STREAMS["noisy"], world, search)
+    assert _accuracy(clean) > 0.8 and 0.2 < _accuracy(noisy) < 0.5
+    assert 1.5 < np.mean([outcome.searches for _, _, outcome in clean]) < 2.5
+    assert 0.8 < np.mean([outcome.searches for _, _, outcome in noisy]) < 1.8
+    for _, conversations, outcome in clean:
+        assert [c.role for c in conversations] == [s.role for s in outcome.sessions] == [Role.AGENT]
+
+
 @pytest.mark.parametrize("stream", list(STREAMS))
 def test_a_batch_is_a_function_of_stream_step_and_seed(stream):
     source = Demonstrations(stream, TEAM, seed=0)
     batch = source.batch(3, 24)
     assert batch == Demonstrations(stream, TEAM, seed=0).batch(3, 24) and len(batch) == 24
     assert batch != source.batch(4, 24) and batch != Demonstrations(stream, TEAM, seed=1).batch(3, 24)
-    assert {c.role for c in batch} == set(Role)
+    assert {c.role for c in batch} == {Role.LEADER, Role.SEARCHER, Role.ANSWERER}
+    assert {c.role for c in Demonstrations(f"{stream}+agent", TEAM, seed=0).batch(3, 24)} == set(ACTIONS)
 
 
 def test_demonstrations_are_all_words_and_short(tokens):
     unknown = tokens.encode("zebra")[0]
     lengths = collections.defaultdict(list)
     for stream in STREAMS:
-        for conversation in Demonstrations(stream, TEAM, seed=0).batch(0, 96):
+        for conversation in Demonstrations(f"{stream}+agent", TEAM, seed=0).batch(0, 96):
             lengths[conversation.role].append(0)
             for message in conversation.messages:
                 ids = _turn(message, tokens)
                 assert unknown not in ids
                 lengths[conversation.role][-1] += len(ids) + 6
-    assert max(lengths[Role.SEARCHER]) <= 320
+    assert max(lengths[Role.SEARCHER]) <= 320 and max(lengths[Role.AGENT]) <= 320
     assert max(lengths[Role.LEADER]) <= 128 and max(lengths[Role.ANSWERER]) <= 128
 
 

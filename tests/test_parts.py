@@ -230,9 +230,10 @@ def test_a_teacher_with_another_language_is_refused(run, config, student):
 # ---------------------------------------------------------------- the team
 
 SAID = {
-    "leader": lambda prompts: prompts.to_leader(""),
+    "leader": lambda prompts: prompts.to_asked(""),
     "searcher": lambda prompts: prompts.to_searcher(""),
     "answerer": lambda prompts: prompts.to_answerer("", ()),
+    "agent": lambda prompts: prompts.to_asked(""),
 }
 
 
@@ -244,19 +245,31 @@ def test_rows_longer_than_the_models_positions_are_refused(config, student):
 
 @pytest.mark.parametrize(
     ("workflow", "role"),
-    [(Workflow.HIERARCHY, "leader"), (Workflow.CASCADE, "searcher"), (Workflow.CASCADE, "answerer")],
+    [
+        (Workflow.HIERARCHY, "leader"),
+        (Workflow.CASCADE, "searcher"),
+        (Workflow.CASCADE, "answerer"),
+        (Workflow.SINGLE, "agent"),
+    ],
 )
 def test_rows_in_which_a_role_could_never_speak_are_refused(config, student, workflow, role):
     prompts = parts.make_prompts(config.team)
     opening = Message("system", getattr(prompts, role)), Message("user", SAID[role](prompts))
     prompt = len(parts.make_renderer(config, student.tokens).open(opening))
     config.team.workflow = workflow
-    setattr(config.team, f"{role}_tokens", config.team.row_tokens - prompt)
+    limit = "searcher_tokens" if role == "agent" else f"{role}_tokens"
+    setattr(config.team, limit, config.team.row_tokens - prompt)
     parts.make_team(config, student, 1)
-    setattr(config.team, f"{role}_tokens", config.team.row_tokens - prompt + 1)
-    words = rf"row_tokens = 208: the {role}'s first prompt alone takes {prompt} and team\.{role}_tokens = "
+    setattr(config.team, limit, config.team.row_tokens - prompt + 1)
+    words = rf"row_tokens = 208: the {role}'s first prompt alone takes {prompt} and team\.{limit} = "
     with pytest.raises(Refusal, match=words):
         parts.make_team(config, student, 1)
+
+
+def test_a_retriever_that_finds_nothing(config):
+    config.retrieval.backend = Backend.NONE
+    retriever = parts.make_retriever(config)
+    assert retriever.search(["Ada's novel", "x"], 3) == [(), ()] and retriever.identity == "none"
 
 
 # ---------------------------------------------------------------- what a phase was computed from
@@ -270,7 +283,7 @@ FILES = (
     "manifest.jsonl",
     "index.json",
 )
-MODELS = ("init", "teacher", "reference")
+MODELS = ("init", "teacher", "reference", "judge")
 SEARCHED = ("corpus", "index.json")
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mopd_jax.config import Kind, Precision
+from mopd_jax.config import Kind, Objective, Precision
 from mopd_jax.data import miniature
 from mopd_jax.model import sharding
 from mopd_jax.run import parts, plan
@@ -69,6 +69,19 @@ def test_sizes_are_those_of_an_earlier_phase_of_a_folder_or_assumed(tmp_path):
 
 
 # ---------------------------------------------------------------- memory
+
+
+def test_a_judge_that_is_a_model_is_held_beside_the_others():
+    config = make_config()
+    config.learn.searcher, config.model.teacher, config.model.judge = Objective.CRITIC, "", "judge"
+    config.model.reference = "start"
+    meshes = sharding.abstract_mesh((1, 4, 2)), sharding.abstract_mesh((1, 1, 4))
+    sizes = {"start": SIZES, "judge": LARGER}
+    found = plan.memory(plan.make_plan(config, sizes, *meshes))
+    as_teacher = plan.memory(make_plan(make_config()))["frozen teacher"]
+    assert found["judge"] == as_teacher > found["frozen start"]
+    config.model.judge = "scripted"
+    assert "judge" not in plan.memory(plan.make_plan(config, {"start": SIZES}, *meshes))
 
 
 @pytest.fixture(scope="module")

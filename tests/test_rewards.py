@@ -2,7 +2,7 @@
 
 import pytest
 
-from mopd_jax.config import LearnConfig, Objective, PenaltyScope, SearcherReward
+from mopd_jax.config import AgentReward, LearnConfig, Objective, PenaltyScope, SearcherReward
 from mopd_jax.learn.rewards import rewards, team_outcome
 from mopd_jax.team.episode import Role, Status
 from tests.fakes import make_answers, make_episode, make_question, make_row
@@ -121,3 +121,25 @@ def test_roles_that_are_not_rewarded():
     assert rewards(episode, LearnConfig(leader=Objective.NONE)) == [None, None, 1.0]
     episode.aborted = True
     assert rewards(episode, STAGE_2) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "exact", "graded"),
+    [
+        (Status.FINISHED, "Paris", 1.0, 1.0),
+        (Status.FINISHED, "Rome", 0.0, 0.2),
+        (Status.MALFORMED, "Paris", -1.0, 0.8),
+        (Status.MALFORMED, "Rome", -1.0, 0.1),
+        (Status.MALFORMED, "", -1.0, 0.0),
+        (Status.LENGTH, "", -1.0, 0.0),
+        (Status.CONTEXT, "", 0.0, 0.0),
+    ],
+)
+def test_the_single_agent(status, body, exact, graded):
+    episode = make_episode(make_row(Role.AGENT, body, status=status))
+    learn = LearnConfig(agent=Objective.GRPO)
+    assert rewards(episode, learn) == [exact]
+    learn.agent_reward = AgentReward.GRADED
+    assert rewards(episode, learn) == [graded]
+    assert team_outcome(episode) == max(0.0, exact)
+    assert rewards(episode, LearnConfig()) == [None]

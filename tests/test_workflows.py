@@ -16,7 +16,7 @@ from mopd_jax.team.episode import (
     Turn,
 )
 from mopd_jax.team.roles import Prompts
-from mopd_jax.team.workflows import WORKFLOWS, cascade, hierarchy
+from mopd_jax.team.workflows import WORKFLOWS, cascade, hierarchy, single
 from tests.fakes import DOCUMENTS, play
 
 PROMPTS = Prompts()
@@ -56,7 +56,7 @@ def test_cascade_asks_for_each_turn_with_its_whole_request():
     ]
     assert played.outcome == Outcome(
         sessions=(
-            Session(Role.SEARCHER, 0, 0, Status.FINISHED, 1, "found"),
+            Session(Role.SEARCHER, 0, 0, Status.FINISHED, 1, "found", task=QUESTION),
             Session(Role.ANSWERER, 1, 0, Status.FINISHED, 0, "Austen"),
             Session(Role.ANSWERER, 1, 1, Status.FINISHED, 0, "Eliot"),
         ),
@@ -84,8 +84,8 @@ def test_hierarchy_opens_a_fresh_searcher_per_task_and_collects_notes():
     )
     assert played.outcome.sessions == (
         Session(Role.LEADER, 0, 0, Status.FINISHED, 0, ""),
-        Session(Role.SEARCHER, 1, 0, Status.FINISHED, 2, "s1"),
-        Session(Role.SEARCHER, 2, 0, Status.FINISHED, 1, "s2"),
+        Session(Role.SEARCHER, 1, 0, Status.FINISHED, 2, "s1", task="t1"),
+        Session(Role.SEARCHER, 2, 0, Status.FINISHED, 1, "s2", task="t2"),
         *(Session(Role.ANSWERER, 3, candidate, Status.FINISHED, 0, "Austen") for candidate in range(5)),
     )
     assert played.outcome.answers == ("Austen",) * 5
@@ -256,12 +256,15 @@ def test_one_leader_turn_leaves_only_the_answer_request():
 def test_a_workflow_is_forked_by_replaying_its_replies(kind):
     """A second generator fed the log stands at the same request, and may then go another way."""
 
+    count = 1 if kind is Workflow.SINGLE else 2
+
     def start():
-        return WORKFLOWS[kind](QUESTION, TeamConfig(), PROMPTS, 2)
+        return WORKFLOWS[kind](QUESTION, TeamConfig(), PROMPTS, count)
 
     script = {
         Workflow.CASCADE: [SEARCH, SEARCH, SUMMARY, (ANSWER, ANSWER)],
         Workflow.HIERARCHY: [TASK, SEARCH, SUMMARY, TASK, SEARCH, "bad", REQUEST, (ANSWER, "bad")],
+        Workflow.SINGLE: [SEARCH, SEARCH, ANSWER],
     }[kind]
     played = play(start(), script)
     for point in range(len(played.replies)):
@@ -273,9 +276,9 @@ def test_a_workflow_is_forked_by_replaying_its_replies(kind):
         request = other.send(reply)
     assert request == played.requests[-1]
     with pytest.raises(StopIteration) as stop:
-        other.send((Turn("<answer>Eliot</answer>", Stop.END),) * 2)
-    assert stop.value.value.answers == ("Eliot", "Eliot")
-    assert stop.value.value.sessions[:-2] == played.outcome.sessions[:-2]
+        other.send((Turn("<answer>Eliot</answer>", Stop.END),) * count)
+    assert stop.value.value.answers == ("Eliot",) * count
+    assert stop.value.value.sessions[:-count] == played.outcome.sessions[:-count]
     assert played.outcome.answers[0] == "Austen"
 
 
@@ -297,3 +300,98 @@ def test_documents_reach_the_searcher_as_the_retriever_gave_them():
     two = (Document("a", "A\nx"), Document("b", "B\n<search>"))
     played = run_cascade(SEARCH, SUMMARY, ANSWER, documents=two)
     assert played.asked(Role.SEARCHER)[1].messages[0].documents == two
+
+
+def read_much(text: str) -> Turn:
+    """A turn whose prompt had 100 tokens."""
+    return Turn(text, Stop.END, input_tokens=100)
+
+
+def test_a_team_that_has_read_its_tokens_neither_searches_nor_delegates_any_more():
+    """200 tokens: the Leader's first turn and the Searcher's first search use them up."""
+    script = [read_much(text) for text in (TASK, SEARCH, SUMMARY, REQUEST, ANSWER)]
+    played = run_hierarchy(*script, workflow_input_tokens=200)
+    searcher, leader = played.asked(Role.SEARCHER), played.asked(Role.LEADER)
+    assert searcher[1].messages[0].content == PROMPTS.ask_summary
+    assert leader[1].messages[0].content.endswith(f"\n{PROMPTS.ask_answer}")
+    assert played.outcome.answers == ("Austen",)
+    looser = run_hierarchy(*script, workflow_input_tokens=201)
+    assert looser.asked(Role.SEARCHER)[1].messages[0].content == ""
+    assert looser.asked(Role.LEADER)[1].messages[0].content.endswith(f"\n{PROMPTS.ask_answer}")
+
+
+def test_beyond_its_tokens_a_team_that_goes_on_is_malformed():
+    played = run_hierarchy(
+        *map(read_much, (TASK, SEARCH, SEARCH, REQUEST, ANSWER)), workflow_input_tokens=200
+    )
+    assert [s.status for s in closed(played, Role.SEARCHER)] == [Status.MALFORMED]
+    assert played.outcome.searches == 1
+
+
+# ---------------------------------------------------------------- the single agent
+
+
+def run_single(*script, **limits):
+    return play(single(QUESTION, TeamConfig(**limits), PROMPTS, 1), script)
+
+
+def test_the_single_agent_searches_and_answers_in_one_conversation():
+    played = run_single("I look. " + SEARCH, ANSWER)
+    opened = (Message("system", PROMPTS.agent), Message("user", QUESTION))
+    assert played.requests == [
+        SampleRequest(Role.AGENT, 0, opened, 256, 1),
+        SearchRequest("q"),
+        SampleRequest(Role.AGENT, 0, (Message("user", "", DOCUMENTS),), 256, 1),
+    ]
+    ended = Session(Role.AGENT, 0, 0, Status.FINISHED, 1, "Austen", task=QUESTION)
+    assert played.outcome == Outcome((ended,), ("Austen",), 1)
+
+
+def test_the_single_agent_at_its_last_search_is_asked_for_the_answer():
+    played = run_single(SEARCH, SEARCH, SEARCH, session_searches=2)
+    assert played.asked(Role.AGENT)[2].messages[0].content == PROMPTS.ask_final
+    (ended,) = played.outcome.sessions
+    assert (ended.status, ended.searches) == (Status.MALFORMED, 2)
+    assert ended.reason == "<search> where only <answer> is accepted"
+    assert played.outcome.answers == ("",)
+
+
+@pytest.mark.parametrize(
+    ("turn", "status"),
+    [
+        ("<summary>s</summary>", Status.MALFORMED),
+        (Turn("hm", Stop.LENGTH), Status.LENGTH),
+        (CONTEXT, Status.CONTEXT),
+    ],
+)
+def test_a_single_agent_without_an_answer_gives_none(turn, status):
+    played = run_single(SEARCH, turn)
+    assert [s.status for s in played.outcome.sessions] == [status]
+    assert played.outcome.answers == ("",) and played.outcome.searches == 1
+
+
+def test_the_single_agent_gives_one_answer():
+    with pytest.raises(ValueError, match="found 5 candidates: ask for 1"):
+        next(single(QUESTION, TeamConfig(), PROMPTS, 5))
+
+
+@pytest.mark.parametrize(
+    ("turn", "body"),
+    [
+        (f"{ANSWER} I am sure.", "Austen"),
+        (f"{SEARCH}{ANSWER}", "Austen"),
+        ("<answer> Eliot </answer><answer>Austen</answer>", "Austen"),
+        ("<answer></answer>", ""),
+        ("<answer>Austen", ""),
+    ],
+)
+def test_an_answer_in_a_malformed_turn_is_noted_and_not_given(turn, body):
+    played = run_single(turn)
+    (ended,) = played.outcome.sessions
+    assert (ended.status, ended.body) == (Status.MALFORMED, body)
+    assert played.outcome.answers == ("",)
+
+
+def test_a_teams_malformed_answer_is_not_noted():
+    played = run_cascade(SUMMARY, f"{ANSWER} I am sure.")
+    assert closed(played, Role.ANSWERER)[0].body == ""

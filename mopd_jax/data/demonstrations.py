@@ -12,6 +12,7 @@ from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.jsonl import id_field, read_jsonl, text_field
 from mopd_jax.retrieval.search import Document, Retriever
 from mopd_jax.team.episode import Message, Outcome, Role, SampleRequest, SearchRequest, Stop, Turn
+from mopd_jax.team.roles import ACTIONS
 from mopd_jax.team.workflows import Steps
 
 
@@ -90,7 +91,7 @@ def read_conversations(path: epath.PathLike) -> list[Conversation]:
 def _conversation(record: dict[str, Any], where: str) -> Conversation:
     if set(record) != {"role", "messages"}:
         raise Refusal(f"{where}: found fields {list(record)}, expected 'role' and 'messages'.")
-    roles = [role.value for role in Role]
+    roles = [role.value for role in ACTIONS]
     if record["role"] not in roles:
         raise Refusal(f"{where}: found role {record['role']!r}, expected one of {roles}.")
     _check_order(record["messages"], where)

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from etils import epath
@@ -51,9 +51,11 @@ PROMPTS = Prompts(
     leader="You lead.",
     searcher="You search.",
     answerer="You answer.",
+    agent="You search. You answer.",
     question="Question: {question}",
     ask_answer="Request the answer.",
     ask_summary="Report now.",
+    ask_final="You answer now.",
     no_result="unknown",
     notes="Question: {question} {notes}",
     note="Task {number}: {task} Result: {summary}",
@@ -130,6 +132,13 @@ class World:
         yield from ((subject, pairs[i]) for i in chosen)
 
 
+def names_for(relation: str) -> Sequence[str]:
+    """Returns the names among which a fact's value lies: people's, places' or works'."""
+    if relation in TO_PEOPLE:
+        return PEOPLE
+    return PLACES if relation in TO_PLACES else WORKS
+
+
 def chain_text(subject: str, relations: tuple[str, ...]) -> str:
     """Returns e.g. "Ada's friend's novel"; questions, sub-tasks and queries are made of it."""
     return "'s ".join((subject, *relations))
@@ -156,7 +165,7 @@ def vocabulary() -> list[str]:
     numbers = range(1, 10)
     prompts = [
         *(PROMPTS.leader, PROMPTS.searcher, PROMPTS.answerer, PROMPTS.ask_answer, PROMPTS.ask_summary),
-        *(PROMPTS.to_leader(""), PROMPTS.to_searcher(""), PROMPTS.to_answerer("", [("", "")])),
+        *(PROMPTS.to_asked(""), PROMPTS.to_searcher(""), PROMPTS.to_answerer("", [("", "")])),
         *(PROMPTS.from_searcher(n, UNKNOWN) for n in numbers),
         PROMPTS.format_documents([("", "")] * 5),
     ]

@@ -57,8 +57,12 @@ STREAMS = {
         mistaken=0.05,
     ),
 }
-"""The streams of the warm-up: look-ups without a mistake, then what makes the base policy as weak as it
-should be. Facts looked up twice are in both: a Leader that wants more searches has a use for them."""
+"""What the streams of the warm-up are made of: look-ups without a mistake, then what makes the base policy as
+weak as it should be. Facts looked up twice are in both: a Leader that wants more searches has a use for
+them."""
+
+WITH_AGENT = "+agent"
+"""After a stream's name: the single agent is demonstrated as well as the two teams."""
 
 K = 3
 """Documents per search [P]."""
@@ -71,19 +75,22 @@ class Demonstrations:
     """An endless stream of conversations, as a stateless function of the step."""
 
     def __init__(self, stream: str, team: TeamConfig, seed: int):
-        """Takes a name from `STREAMS` and the limits of the workflows that are to be demonstrated.
+        """Takes a name from `STREAMS`, with `WITH_AGENT` or not, and the limits of the workflows that are to
+        be demonstrated.
 
         Raises:
           ValueError: another stream.
         """
-        if stream not in STREAMS:
+        name = stream.removesuffix(WITH_AGENT)
+        if name not in STREAMS:
             raise ValueError(f"Found demonstrations {stream!r}, expected one of {list(STREAMS)}.")
-        self._noise = STREAMS[stream]
-        self._teams = [dataclasses.replace(team, workflow=workflow) for workflow in Workflow]
-        self._seed = [seed, list(STREAMS).index(stream)]
+        workflows = [Workflow.CASCADE, Workflow.HIERARCHY] + [Workflow.SINGLE] * (name != stream)
+        self._noise = STREAMS[name]
+        self._teams = [dataclasses.replace(team, workflow=workflow) for workflow in workflows]
+        self._seed = [seed, list(STREAMS).index(name)]
 
     def batch(self, step: int, count: int) -> list[Conversation]:
-        """Returns `count` conversations of all roles, cascades and hierarchies by turns."""
+        """Returns `count` conversations of all roles, the workflows by turns."""
         rng = np.random.default_rng([*self._seed, step])
         world = World(int(rng.integers(2**63)))
         retriever = MiniatureSearch(world.passages)
@@ -145,6 +152,25 @@ def _searcher(message: Message, team: TeamConfig, noise: Noise, rng: np.random.G
         return
     if len(relations) > 1 and rng.random() < noise.short:
         relations = relations[:1]
+    seen, value = yield from _look_up(subject, relations, team, noise, rng)
+    yield f"{seen}<summary>{value or UNKNOWN}</summary>"
+
+
+def _agent(message: Message, team: TeamConfig, noise: Noise, rng: np.random.Generator) -> Expert:
+    """Searches as a Searcher does, then answers itself: with the last value, or with a guess."""
+    subject, relations = parse_chain(message.content)
+    seen, value = "", None
+    if rng.random() >= noise.skip:
+        asked = relations[:1] if len(relations) > 1 and rng.random() < noise.short else relations
+        seen, value = yield from _look_up(subject, asked, team, noise, rng)
+    guessing = value is None or rng.random() < noise.mistaken
+    yield f"{seen}<answer>{_guess(relations[-1], rng) if guessing else value}</answer>"
+
+
+def _look_up(
+    subject: str, relations: tuple[str, ...], team: TeamConfig, noise: Noise, rng: np.random.Generator
+) -> Generator[str, Message, tuple[str, str | None]]:
+    """Returns what is noted of the last search, and the last value, None if it was not found."""
     left, seen = team.session_searches, ""
     for relation in relations:
         value = None
@@ -163,7 +189,7 @@ def _searcher(message: Message, team: TeamConfig, noise: Noise, rng: np.random.G
         if value is None:
             break
         subject = value
-    yield f"{seen}<summary>{value or UNKNOWN}</summary>"
+    return seen, value
 
 
 def _answerer(message: Message, team: TeamConfig, noise: Noise, rng: np.random.Generator) -> Expert:
@@ -181,6 +207,7 @@ EXPERTS: dict[Role, Callable[[Message, TeamConfig, Noise, np.random.Generator], 
     Role.LEADER: _leader,
     Role.SEARCHER: _searcher,
     Role.ANSWERER: _answerer,
+    Role.AGENT: _agent,
 }
 
 
@@ -192,9 +219,5 @@ def _read(documents: tuple[Document, ...], subject: str, relation: str) -> str |
 
 def _guess(relation: str, rng: np.random.Generator) -> str:
     """Returns anything of the right kind."""
-    names = miniature.PEOPLE
-    if relation in miniature.TO_PLACES:
-        names = miniature.PLACES
-    elif relation in miniature.TO_WORKS:
-        names = miniature.WORKS
+    names = miniature.names_for(relation)
     return names[rng.integers(len(names))]

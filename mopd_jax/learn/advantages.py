@@ -36,7 +36,7 @@ class Outcomes:
     """Normalised rewards of a batch, one entry per row of all episodes in order."""
 
     values: list[float | None]
-    """Advantage of the row's reward in its group; None for a row without a reward."""
+    """Advantage of the row's reward in its groups; None for a row without a reward."""
     tied_groups: int
     """Groups of two or more rows with equal rewards: their values are exactly 0."""
     single_groups: int
@@ -69,6 +69,12 @@ def group_key(episode: Episode, row: Row) -> tuple:
     return (*key, episode.workflow, row.session) if row.role is Role.ANSWERER else key
 
 
+def _groups(episode: Episode, row: Row) -> list[tuple]:
+    """The groups whose advantages a row adds up: its own, and for a leaf its tree's (Tree-GRPO)."""
+    key = group_key(episode, row)
+    return [key] if episode.tree is None else [key, (*key, episode.tree)]
+
+
 def normalise(values: Sequence[float]) -> np.ndarray:
     """Returns (R − mean)/(std + 1e-6) of one group, float64 [group], with the unbiased std [D].
 
@@ -84,7 +90,8 @@ def normalise(values: Sequence[float]) -> np.ndarray:
 def outcome_advantages(
     episodes: Sequence[Episode], learn: LearnConfig, scores: Sequence[RowScores] = ()
 ) -> Outcomes:
-    """Returns the group-normalised rewards of the batch.
+    """Returns the group-normalised rewards of the batch; a leaf of a tree has the sum of z over its tree's
+    leaves and z over all leaves of the question.
 
     Args:
       episodes: the whole batch, since a group must be complete.
@@ -99,8 +106,9 @@ def outcome_advantages(
         if earned[index] is None:
             continue
         if learn.kl_placement is KLPlacement.SEQUENCE and not penalised(episode, row, learn):
-            earned[index] -= float(np.nansum(_kl_penalty(scores[index], learn)))
-        groups[group_key(episode, row)].append(index)
+            earned[index] -= float(np.nansum(_kl_penalty(row, scores[index], learn)))
+        for key in _groups(episode, row):
+            groups[key].append(index)
     values: list[float | None] = [None] * len(rows)
     tied = single = 0
     for members in groups.values():
@@ -108,7 +116,7 @@ def outcome_advantages(
         single += len(members) == 1
         tied += len(members) > 1 and not normalised.any()
         for index, value in zip(members, normalised, strict=True):
-            values[index] = float(value)
+            values[index] = (values[index] or 0.0) + float(value)
     return Outcomes(values, tied, single)
 
 
@@ -160,13 +168,13 @@ def _signal(
     if outcome is None:
         return np.zeros(len(scored.old))
     if learn.kl_placement is KLPlacement.TOKEN and not penalised(episode, row, learn):
-        return outcome - _kl_penalty(scored, learn)
+        return outcome - _kl_penalty(row, scored, learn)
     return np.full(len(scored.old), outcome)
 
 
-def _kl_penalty(scored: RowScores, learn: LearnConfig) -> np.ndarray:
-    """kl · (log π_old − log π_ref), float64 [M]."""
-    if learn.kl == 0:
+def _kl_penalty(row: Row, scored: RowScores, learn: LearnConfig) -> np.ndarray:
+    """kl · (log π_old − log π_ref), float64 [M]; 0 for a role that is spared the penalty."""
+    if learn.kl == 0 or (row.role is Role.SEARCHER and not learn.searcher_kl):
         return np.zeros(len(scored.old))
     return -learn.kl * _log_ratio(scored.reference, scored.old, "reference")
 

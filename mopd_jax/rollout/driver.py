@@ -11,7 +11,7 @@ from absl import logging
 
 from mopd_jax.config import RolloutConfig, Workflow
 from mopd_jax.model.tokens import Tokens
-from mopd_jax.retrieval.search import Retriever, SearchError
+from mopd_jax.retrieval.search import Document, Retriever, SearchError
 from mopd_jax.rollout.engine import Engine, Sample, Ticket
 from mopd_jax.rollout.places import Conversation
 from mopd_jax.rollout.render import Renderer
@@ -35,12 +35,23 @@ WorkflowFactory = Callable[[str], Generator[Request, Reply, Outcome]]
 
 
 @dataclass(frozen=True)
+class Fork:
+    """The beginning that a workflow shares with an earlier one, which held a single conversation."""
+
+    episode: Episode
+    turns: int
+    """Complete steps that are shared: turns, and the searches that they asked for."""
+
+
+@dataclass(frozen=True)
 class Task:
     """One workflow to run."""
 
     question: Question
     draw: int
     workflow: int
+    fork: Fork | None = None
+    """Where it branches off; None: it starts afresh."""
 
 
 @dataclass
@@ -84,6 +95,7 @@ class _Transcript:
             logps=np.asarray(self.logps, np.float32),
             turns=self.turns,
             reason=session.reason,
+            task=session.task,
         )
 
 
@@ -114,6 +126,12 @@ class _Live:
         """Whether it may hold caches of conversations: not any more while several answers are sampled."""
         request = self.request
         return request is not None and (isinstance(request, SearchRequest) or request.candidates == 1)
+
+    def found(self, documents: tuple[Document, ...]) -> None:
+        """Hands over what the search that it waits for has found."""
+        self.episode.queries += (self.request.query,)
+        self.episode.documents += (documents,)
+        self.resume(documents)
 
     def abort(self) -> None:
         self._generator.close()
@@ -169,9 +187,7 @@ class _Searches:
                 live.abort()
             return answered
         for live, documents in zip(answered, found, strict=True):
-            live.episode.queries += (live.request.query,)
-            live.episode.documents += (documents,)
-            live.resume(documents)
+            live.found(documents)
         return answered
 
 
@@ -223,7 +239,7 @@ class Driver:
         A workflow whose search fails for good comes back with `aborted` set and no rows. When a search is
         answered does not change what is sampled.
         """
-        lives = [_Live(task, workflow(task.question.text)) for task in tasks]
+        lives = [self._start(workflow, task) for task in tasks]
         pending = collections.deque(lives)
         sampling: dict[int, _Live] = {}
         with ThreadPoolExecutor(1) as thread:
@@ -240,6 +256,25 @@ class Driver:
                         searches.ask(live)
                 searches.send()
         return [live.episode for live in lives]
+
+    def _start(self, workflow: WorkflowFactory, task: Task) -> _Live:
+        live = _Live(task, workflow(task.question.text))
+        if task.fork:
+            self._replay(live, task.fork)
+        return live
+
+    def _replay(self, live: _Live, fork: Fork) -> None:
+        """Feeds a branch the replies of the steps that it shares; they are its rows' tokens, not its cost."""
+        (row,) = fork.episode.rows
+        transcript = _Transcript(row.role)
+        live.sessions[row.session] = [transcript]
+        for turn, (start, stop) in enumerate(row.turn_bounds()[: fork.turns]):
+            ended = Stop.END if row.ids[stop - 1] in self._tokens.eos_ids else Stop.LENGTH
+            sample = Sample(row.ids[start:stop], row.logps[start:stop], ended)
+            transcript.add_prompt(row.ids[len(transcript.conversation.ids) : start].tolist())
+            transcript.add_sample(sample, self._tokens.end_of_turn_id)
+            live.resume((Turn(self._text(sample), ended, start),))
+            live.found(fork.episode.documents[turn])
 
     def _submit(self, live: _Live, sampling: dict[int, _Live]) -> None:
         """Queues the turn the workflow asks for; one without room for it is told so at once."""
@@ -290,8 +325,9 @@ class Driver:
         ready = []
         for ticket, samples in self._engine.step():
             live = sampling.pop(id(ticket.conversation))
+            prompt = len(ticket.conversation.ids)
             self._record(live, samples)
-            live.resume(tuple(Turn(self._text(sample), sample.stop) for sample in samples))
+            live.resume(tuple(Turn(self._text(sample), sample.stop, prompt) for sample in samples))
             ready.append(live)
         return ready
 

@@ -11,7 +11,8 @@ import rich.text
 
 from mopd_jax.run.metrics import Metrics
 
-ROLES = ("leader", "searcher", "answerer")
+ROLES = ("leader", "searcher", "answerer", "agent")
+"""By initial; Answerer and agent share theirs and never speak in one workflow."""
 
 
 class Column(NamedTuple):

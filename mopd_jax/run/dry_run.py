@@ -127,17 +127,18 @@ def _unit(config: Config) -> tuple[str, int]:
 
 
 def _workflows(config: Config) -> int:
-    """Of a step, or of an evaluation (of 1,000 questions where it asks all there are)."""
+    """Of a step, every leaf of a tree, or of an evaluation (of 1,000 questions where it asks all)."""
     if config.train.kind is Kind.EVALUATE:
         return (config.eval.questions or 1000) * config.eval.attempts
-    return config.train.questions * config.train.workflows
+    leaves = min(config.tree.leaves, 1 + config.tree.rounds * config.tree.expansions)
+    return config.train.questions * config.train.workflows * leaves
 
 
 def _training_rows(config: Config) -> list[Rows]:
     rows = workflow_rows(config.team, config.team.candidates)
     if config.train.kind is Kind.SUPERVISED:
-        searcher = rows["searcher"]
-        return [Rows(config.train.questions, searcher.length, searcher.generated)]
+        searching = rows.get("searcher") or rows["agent"]
+        return [Rows(config.train.questions, searching.length, searching.generated)]
     return [Rows(r.count * _workflows(config), r.length, r.generated) for r in rows.values()]
 
 
@@ -155,7 +156,7 @@ def _sampling_seconds(plan: Plan, chip: Chip, workflows: int) -> dict[str, float
     team, model, capacities = plan.config.team, plan.student.config, lanes(plan.engine)
     candidates = max(capacities)
     rows = workflow_rows(team, candidates)
-    answer = rows.pop("answerer")
+    answer = rows.pop("answerer", Rows(0, 0, 0))
     each = max(1, workflows * HOST_DEVICES / max(HOST_DEVICES, plan.mesh.size))
     prompts = (
         sum(r.count * (r.length - r.generated) for r in rows.values()) + answer.length - answer.generated

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mopd_jax.config import LearnConfig
+from mopd_jax.config import LearnConfig, Objective
 from mopd_jax.data.answers import exact_match
 from mopd_jax.learn.advantages import Advantages, RowScores, flatten
-from mopd_jax.learn.rewards import rewards, team_outcome
+from mopd_jax.learn.rewards import ANSWERING, rewards, team_outcome
 from mopd_jax.learn.streams import generated_tokens
+from mopd_jax.rollout.tree import Grown
 from mopd_jax.team.episode import Episode, Role, Row, Status
 
 Metrics = dict[str, float]
@@ -37,7 +38,7 @@ def first_answer_em(episode: Episode) -> float:
 def behaviour(episodes: Sequence[Episode]) -> Metrics:
     """Returns outcome, searches, row statuses and token counts; aborted workflows only count as such.
 
-    `em/answerer` is the mean over all candidates, `em` that of the first ones.
+    `em/answerer` is the mean over all candidates, `em` that of the first ones (the single agent gives one).
     """
     done = [e for e in episodes if not e.aborted]
     metrics = {
@@ -52,8 +53,14 @@ def behaviour(episodes: Sequence[Episode]) -> Metrics:
         "aborted": _mean([e.aborted for e in episodes]),
     }
     rows = [row for e in done for row in e.rows]
-    if answers := [(e, row) for e in done for row in e.rows if row.role is Role.ANSWERER]:
-        metrics["em/answerer"] = _mean([exact_match(row.body, e.question.answers) for e, row in answers])
+    for role in ANSWERING:
+        if answers := [(e, row) for e in done for row in e.rows if row.role is role]:
+            metrics[f"em/{role.value}"] = _mean(
+                [
+                    row.status is Status.FINISHED and exact_match(row.body, e.question.answers)
+                    for e, row in answers
+                ]
+            )
     for role in _roles(rows):
         statuses = [row.status for row in rows if row.role is role]
         for name, status in (
@@ -65,6 +72,25 @@ def behaviour(episodes: Sequence[Episode]) -> Metrics:
     return metrics
 
 
+def tree_costs(grown: Sequence[Grown]) -> Metrics:
+    """Returns what all trees of a step cost, pruned leaves included, and what the leaves that were kept would
+    have cost one by one (`_alone`): model calls and sampled tokens.
+
+    The costs of `behaviour` are those of a leaf's own steps.
+    """
+    leaves = [e for trees in grown for e in trees.leaves]
+    sampled = leaves + [e for trees in grown for e in trees.pruned]
+    rows = [row for e in leaves for row in e.rows]
+    return {
+        "tree/leaves": len(rows),
+        "tree/pruned": len(sampled) - len(leaves),
+        "tree/calls": sum(e.calls for e in sampled),
+        "tree/calls_alone": sum(row.turns for row in rows),
+        "tree/output_tokens": sum(e.output_tokens for e in sampled),
+        "tree/output_tokens_alone": sum(int(row.mask.sum()) for row in rows),
+    }
+
+
 def learning(
     episodes: Sequence[Episode],
     learn: LearnConfig,
@@ -72,7 +98,8 @@ def learning(
     entropies: Sequence[np.ndarray],
     advantages: Advantages,
 ) -> Metrics:
-    """Returns rewards, divergences, entropies and the sampler's gap; lists run over all rows in order."""
+    """Returns rewards, sessions that their judge left without one, divergences, entropies and the sampler's
+    gap; lists run over all rows in order."""
     rows = [row for _, row in flatten(episodes)]
     earned = [reward for episode in episodes for reward in rewards(episode, learn)]
     counts = generated_tokens(rows)
@@ -85,6 +112,8 @@ def learning(
         mine = [i for i, row in enumerate(rows) if row.role is role]
         if role_rewards := [earned[i] for i in mine if earned[i] is not None]:
             metrics[f"reward/{role.value}"] = _mean(role_rewards)
+        if role is Role.SEARCHER and learn.searcher is Objective.CRITIC:
+            metrics[f"unscored/{role.value}"] = sum(earned[i] is None for i in mine)
         metrics[f"tokens/{role.value}"] = counts[role]
         metrics[f"entropy/{role.value}"] = _mean(np.concatenate([entropies[i] for i in mine]))
         for name, model, sign in (("kl", "reference", -1), ("log_ratio", "teacher", 1)):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mopd_jax.config import Attention, TeamConfig, Workflow
 from mopd_jax.model.qwen3 import Qwen3Config
+from mopd_jax.objective_rules import ROLES
 
 
 @dataclass(frozen=True)
@@ -173,14 +174,14 @@ def workflow_rows(team: TeamConfig, candidates: int) -> dict[str, Rows]:
     searches = min(team.session_searches, USED * team.workflow_searches / sessions)
     summaries = sessions * USED * team.searcher_tokens
     searcher = (searches + 1) * USED * team.searcher_tokens
-    answer = USED * team.answerer_tokens
     rows = {
+        "leader": (1, (sessions + 1) * USED * team.leader_tokens, summaries),
         "searcher": (sessions, searcher, searches * team.document_tokens),
-        "answerer": (candidates, answer, summaries),
+        "answerer": (candidates, USED * team.answerer_tokens, summaries),
+        "agent": (1, searcher, searches * team.document_tokens),
     }
-    if hierarchy:
-        rows = {"leader": (1, (sessions + 1) * USED * team.leader_tokens, summaries)} | rows
     return {
         role: Rows(count, min(team.row_tokens, PROMPT_TOKENS + generated + read), generated)
         for role, (count, generated, read) in rows.items()
+        if role in ROLES[team.workflow]
     }

@@ -16,7 +16,9 @@ from jax.sharding import Mesh
 from mopd_jax.checks import samples, sources_read
 from mopd_jax.config import (
     MINIATURE,
+    MODEL_FIELDS,
     RANDOM,
+    SCRIPTED,
     Backend,
     Config,
     Kind,
@@ -25,7 +27,6 @@ from mopd_jax.config import (
     Remat,
     TeamConfig,
     Wording,
-    Workflow,
 )
 from mopd_jax.data import miniature, questions
 from mopd_jax.data.demonstrations import FileDemonstrations, read_conversations
@@ -35,6 +36,7 @@ from mopd_jax.learn.score import Frozen
 from mopd_jax.model import hf, hf_save, sharding
 from mopd_jax.model.qwen3 import Qwen3, Qwen3Config
 from mopd_jax.model.tokens import Tokens, check_compatible, files_fingerprint
+from mopd_jax.objective_rules import ROLES
 from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval import corpus
 from mopd_jax.retrieval.bm25 import BM25Search
@@ -43,7 +45,7 @@ from mopd_jax.retrieval.dense import DenseSearch
 from mopd_jax.retrieval.http import HTTPSearch
 from mopd_jax.retrieval.index import META
 from mopd_jax.retrieval.miniature import MiniatureSearch
-from mopd_jax.retrieval.search import Retriever
+from mopd_jax.retrieval.search import NoSearch, Retriever
 from mopd_jax.rollout.driver import Driver, WorkflowFactory, alive_workflows
 from mopd_jax.rollout.engine import Engine
 from mopd_jax.rollout.render import Renderer
@@ -150,9 +152,9 @@ def files_read(config: Config, kind: Kind) -> Iterator[tuple[str, str]]:
 
 def models_read(config: Config, kind: Kind) -> Iterator[tuple[str, str]]:
     """Yields (field, spelling) for every model that a phase does not draw at random."""
-    for name in ("init",) if kind is Kind.EVALUATE else ("init", "teacher", "reference"):
+    for name in ("init",) if kind is Kind.EVALUATE else MODEL_FIELDS:
         spec = getattr(config.model, name)
-        if spec not in ("", RANDOM):
+        if spec not in ("", RANDOM, SCRIPTED):
             yield f"model.{name}", spec
 
 
@@ -172,6 +174,8 @@ def _make_backend(config: Config) -> Retriever:
             return DenseSearch(r.corpus, r.index)
         case Backend.HTTP:
             return HTTPSearch(r.url, timeout_s=r.timeout_s, retries=r.retries)
+        case Backend.NONE:
+            return NoSearch()
 
 
 def make_prompts(team: TeamConfig) -> Prompts:
@@ -261,6 +265,11 @@ def frozen_specs(config: Config) -> list[str]:
     return sorted({config.model.teacher, config.model.reference} - {""})
 
 
+def judge_specs(config: Config) -> list[str]:
+    """Returns the judge's spelling if it is a model, else nothing."""
+    return [spec for spec in (config.model.judge,) if spec not in ("", SCRIPTED)]
+
+
 def load_frozen(config: Config, student: Opened, mesh: Mesh) -> dict[str, Frozen]:
     """Returns teacher and reference by their spelling in the config; one that is both is loaded once.
 
@@ -344,48 +353,55 @@ def make_team(config: Config, policy: Opened, candidates: int) -> Team:
     Raises:
       Refusal: rows are longer than the model's positions, or too short for a role's first turn.
     """
-    team = config.team
-    tokens, model = policy.tokens, policy.model
-    if team.row_tokens > model.config.max_position_embeddings:
-        raise Refusal(
-            f"team.row_tokens = {team.row_tokens}, the model takes "
-            f"{model.config.max_position_embeddings} (max_position_embeddings): lower team.row_tokens."
-        )
-    renderer = make_renderer(config, tokens)
-    _check_openings(config, renderer)
+    check_positions(config.team, policy)
+    _check_openings(config, make_renderer(config, policy.tokens))
     mesh = sharding.local_mesh(config.mesh.rollout_tensor)
-    engine = make_engine(config, model, tokens.eos_ids, candidates, mesh)
+    engine = make_engine(config, policy.model, policy.tokens.eos_ids, candidates, mesh)
     retriever = make_retriever(config)
-    driver = Driver(
+    return Team(engine, retriever, make_driver(config, engine, policy.tokens, retriever), mesh)
+
+
+def check_positions(team: TeamConfig, opened: Opened) -> None:
+    """Refuses a model that samples and has fewer positions than a row may be long."""
+    positions = opened.model.config.max_position_embeddings
+    if team.row_tokens > positions:
+        raise Refusal(
+            f"team.row_tokens = {team.row_tokens}, the model takes {positions} (max_position_embeddings): "
+            "lower team.row_tokens."
+        )
+
+
+def make_driver(config: Config, engine: Engine, tokens: Tokens, retriever: Retriever) -> Driver:
+    """Returns what runs workflows over an engine of `make_engine` and one retriever."""
+    return Driver(
         engine,
         retriever,
-        renderer,
+        make_renderer(config, tokens),
         tokens,
         k=config.retrieval.k,
-        row_tokens=team.row_tokens,
-        alive=alive_workflows(config.rollout, team.workflow),
+        row_tokens=config.team.row_tokens,
+        alive=alive_workflows(config.rollout, config.team.workflow),
         seed=config.run.seed,
     )
-    return Team(engine, retriever, driver, mesh)
 
 
 def _check_openings(config: Config, renderer: Renderer) -> None:
     """Refuses rows in which a role could never speak: its first prompt leaves no room, even without data."""
     prompts, team = make_prompts(config.team), config.team
     openings = {
-        "leader": (prompts.leader, prompts.to_leader("")),
-        "searcher": (prompts.searcher, prompts.to_searcher("")),
-        "answerer": (prompts.answerer, prompts.to_answerer("", ())),
+        "leader": (prompts.leader, prompts.to_asked(""), "leader_tokens"),
+        "searcher": (prompts.searcher, prompts.to_searcher(""), "searcher_tokens"),
+        "answerer": (prompts.answerer, prompts.to_answerer("", ()), "answerer_tokens"),
+        "agent": (prompts.agent, prompts.to_asked(""), "searcher_tokens"),
     }
-    if team.workflow is Workflow.CASCADE:
-        del openings["leader"]
-    for role, (system, user) in openings.items():
+    for role in ROLES[team.workflow]:
+        system, user, limit = openings[role]
         prompt = len(renderer.open([Message("system", system), Message("user", user)]))
-        turn = getattr(team, f"{role}_tokens")
+        turn = getattr(team, limit)
         if prompt + turn > team.row_tokens:
             raise Refusal(
                 f"team.row_tokens = {team.row_tokens}: the {role}'s first prompt alone takes {prompt} and "
-                f"team.{role}_tokens = {turn} more, so it could never speak. Raise team.row_tokens."
+                f"team.{limit} = {turn} more, so it could never speak. Raise team.row_tokens."
             )
 
 

@@ -70,7 +70,7 @@ def assumed_sizes(name: str) -> Sizes:
 
 def model_sizes(config: Config, earlier: Mapping[str, Sizes], assumed: Sizes) -> dict[str, Sizes]:
     """Returns the sizes of every model of a phase by its spelling in the config, see `find_sizes`."""
-    specs = [config.model.init, *parts.frozen_specs(config)]
+    specs = dict.fromkeys([config.model.init, *parts.frozen_specs(config), *parts.judge_specs(config)])
     return {spec: find_sizes(spec, config, earlier, assumed) for spec in specs}
 
 
@@ -86,6 +86,8 @@ class Plan:
     """None in an evaluation."""
     frozen: dict[str, Frozen]
     """Teacher and reference; their weights are shapes with layouts."""
+    judge: Frozen | None
+    """None without one that is a model; its weights are shapes with layouts."""
     scorer: Scorer | None
     """None where nothing is scored."""
     engine: Engine | None
@@ -126,6 +128,7 @@ def make_plan(
         mesh,
         learner=None if kind is Kind.EVALUATE else Learner(student, learn, config.optim, updates, mesh),
         frozen=frozen,
+        judge=next((_frozen(sizes[spec].model, config, mesh) for spec in parts.judge_specs(config)), None),
         scorer=Scorer(student, frozen, learn.logit_chunk, mesh) if kind is Kind.REINFORCE else None,
         engine=parts.make_engine(config, student, EOS_IDS, candidates, rollout_mesh) if samples else None,
     )
@@ -157,6 +160,8 @@ def memory(plan: Plan) -> dict[str, int]:
         kinds[ADAM] = device_bytes(state.opt_state)
     for spec, model in plan.frozen.items():
         kinds[f"frozen {spec}"] = device_bytes(model.params)
+    if plan.judge:
+        kinds["judge"] = device_bytes(plan.judge.params)
     if plan.engine:
         kinds[SAMPLED] = device_bytes(plan.engine.abstract_params())
         for candidates, state in plan.engine.abstract_states().items():

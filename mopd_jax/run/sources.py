@@ -26,9 +26,12 @@ from mopd_jax.model.tokens import Tokens
 from mopd_jax.refusal import Refusal
 from mopd_jax.rollout.driver import Task
 from mopd_jax.rollout.render import Renderer
+from mopd_jax.rollout.tree import Grown, grow
 from mopd_jax.run import hosts, parts
-from mopd_jax.run.episode_metrics import Metrics, behaviour, learning
+from mopd_jax.run.alarms import check_collapse
+from mopd_jax.run.episode_metrics import Metrics, behaviour, learning, tree_costs
 from mopd_jax.run.evaluation import check_aborted, take_cache_hits
+from mopd_jax.run.judging import Judge, judge_sessions, make_judge
 from mopd_jax.run.metrics import Stopwatch
 from mopd_jax.run.parts import Opened, Team
 from mopd_jax.team.episode import Message, Row, Status
@@ -112,7 +115,7 @@ class Imitation:
 
 
 class Reinforcement:
-    """Batches of the team's own episodes: roll out → score → advantages."""
+    """Batches of the team's own episodes: roll out → judge → score → advantages."""
 
     def __init__(
         self,
@@ -120,29 +123,36 @@ class Reinforcement:
         questions: QuestionSource,
         team: Team,
         scorer: Scorer,
+        judge: Judge | None,
         shards: int,
     ):
         self._config, self._questions = config, questions
         self._engine, self._driver, self._retriever = team.engine, team.driver, team.retriever
         self._workflow = parts.make_workflow(config.team, config.team.candidates)
-        self._scorer, self._shards = scorer, shards
+        self._scorer, self._judge, self._shards = scorer, judge, shards
 
     def batch(self, step: int, params, watch: Stopwatch) -> LearnerBatch:
-        """See `BatchSource`. Raises `TooManyAborted` where too many searches failed."""
+        """See `BatchSource`. Raises `TooManyAborted` where too many searches failed, `SearchCollapse` where
+        hardly a workflow searches."""
         learn = self._config.learn
         with watch("rollout"):
             self._engine.load(params)
-            roll_out = functools.partial(self._driver.run, self._workflow)
-            episodes = hosts.spread(roll_out, self._tasks(step), together=self._config.train.workflows)
+            grown = hosts.spread(self._grow, self._draws(step), together=1)
             self._engine.unload()
+        episodes = [episode for trees in grown for episode in trees.leaves]
         check_aborted(episodes, self._config.retrieval.max_aborted_share, self._retriever)
+        behaved = behaviour(episodes) | (tree_costs(grown) if self._config.tree.rounds else {})
+        check_collapse(behaved, self._config.train)
+        if self._judge:
+            with watch("judge"):
+                episodes = judge_sessions(episodes, self._judge, self._config)
         rows = [row for _, row in flatten(episodes)]
         packed = pack_rows(rows, learn, self._shards, twin_keys(episodes))
         with watch("score"):
             scores, entropies = self._score(params, packed, len(rows))
         advantages = token_advantages(episodes, learn, scores)
         streams = policy_streams(rows, packed, advantages, [s.old for s in scores], learn)
-        metrics = behaviour(episodes) | learning(episodes, learn, scores, entropies, advantages)
+        metrics = behaved | learning(episodes, learn, scores, entropies, advantages)
         return LearnerBatch(
             rows,
             packed,
@@ -150,10 +160,15 @@ class Reinforcement:
             metrics | self._usage() | take_cache_hits(self._retriever) | {"episodes_crc32": _digest(rows)},
         )
 
-    def _tasks(self, step: int) -> list[Task]:
+    def _draws(self, step: int) -> list[list[Task]]:
         train = self._config.train
         draws = self._questions.batch(step, train.questions)
-        return [Task(question, draw, w) for question, draw in draws for w in range(train.workflows)]
+        return [[Task(question, draw, w) for w in range(train.workflows)] for question, draw in draws]
+
+    def _grow(self, draws: Sequence[Sequence[Task]]) -> list[Grown]:
+        """Runs the workflows of each draw; those of a single agent may branch."""
+        run = functools.partial(self._driver.run, self._workflow)
+        return grow(run, draws, self._config.tree, self._config.run.seed)
 
     def _score(self, params, packed: TokenRows, count: int) -> tuple[list[RowScores], list[np.ndarray]]:
         """Returns the fused pass' log-probabilities and entropies, per row of the batch."""
@@ -192,7 +207,7 @@ def _digest(rows: Sequence[Row]) -> int:
 
 
 def make_source(config: Config, student: Opened, team: Team, mesh: Mesh) -> BatchSource:
-    """Returns the batches of the configured kind of training; teacher and reference are loaded here."""
+    """Returns the batches of the configured kind of training; all frozen models are loaded here."""
     shards = sharding.row_shards(mesh)
     if config.train.kind is Kind.SUPERVISED:
         renderer = parts.make_renderer(config, student.tokens)
@@ -200,7 +215,7 @@ def make_source(config: Config, student: Opened, team: Team, mesh: Mesh) -> Batc
     questions = parts.question_source(config)
     frozen = parts.load_frozen(config, student, mesh)
     scorer = Scorer(student.model, frozen, config.learn.logit_chunk, mesh)
-    return Reinforcement(config, questions, team, scorer, shards)
+    return Reinforcement(config, questions, team, scorer, make_judge(config, team, mesh), shards)
 
 
 def decoded(row: Row, tokens: Tokens) -> tuple[str, list[tuple[str, bool]]]:

@@ -12,11 +12,15 @@ from mopd_jax.retrieval.search import Document
 
 
 class Role(enum.Enum):
-    """Who speaks; one model plays all of them."""
+    """Who speaks; one model plays all of a workflow's roles."""
 
     LEADER = "leader"
     SEARCHER = "searcher"
     ANSWERER = "answerer"
+    AGENT = "agent"
+    """The single agent, which searches and answers itself."""
+    JUDGE = "judge"
+    """The critic's judge, which stands outside of the team."""
 
 
 class Stop(enum.Enum):
@@ -88,6 +92,8 @@ class Turn:
 
     text: str
     stop: Stop
+    input_tokens: int = 0
+    """Length of the prompt it was sampled from."""
 
 
 Request = SampleRequest | SearchRequest
@@ -106,9 +112,12 @@ class Session:
     searches: int
     """Searches executed in this session."""
     body: str
-    """The closing action's text (summary or answer); "" where there is none."""
+    """The closing action's text (summary or answer); "" where there is none. Of a single agent's malformed
+    last turn the answer that it holds nonetheless."""
     reason: str = ""
     """Why the row is malformed; "" otherwise."""
+    task: str = ""
+    """What a Searcher or the single agent was asked for."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +151,10 @@ class Row:
     """Sampled turns."""
     reason: str = ""
     """Why the row is malformed; "" otherwise."""
+    task: str = ""
+    """What a Searcher or the single agent was asked for."""
+    score: float | None = None
+    """What the judge gave a Searcher, 0 to 1; None where it gave none."""
 
     def __post_init__(self):
         if not len(self.ids) == len(self.mask) == len(self.logps):
@@ -149,6 +162,11 @@ class Row:
                 f"A row's streams must be of equal length, found ids {len(self.ids)}, "
                 f"mask {len(self.mask)}, logps {len(self.logps)}."
             )
+
+    def turn_bounds(self) -> list[tuple[int, int]]:
+        """Returns where each sampled turn starts and ends; there is a prompt before every one."""
+        edges = np.flatnonzero(np.diff(self.mask, prepend=False, append=False)).tolist()
+        return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 @dataclass
@@ -163,6 +181,8 @@ class Episode:
     rows: list[Row] = field(default_factory=list)
     answers: tuple[str, ...] = ()
     searches: int = 0
+    tree: int | None = None
+    """Number of its tree within its draw, if it is a leaf of one."""
     aborted: bool = False
     """A search failed for good: no rows, no reward, no gradient."""
     calls: int = 0

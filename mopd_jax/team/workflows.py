@@ -1,4 +1,4 @@
-"""How the team works: C-MAS (`cascade`) and H-MAS (`hierarchy`).
+"""How the team works: C-MAS (`cascade`), H-MAS (`hierarchy`), and the agent without a team (`single`).
 
 A workflow is a generator. It yields a request (sample a turn, run a search), is resumed with the reply,
 and returns its outcome. It is a pure function of its replies: a second generator that is fed the same
@@ -45,13 +45,14 @@ def hierarchy(question: str, team: TeamConfig, prompts: Prompts, candidates: int
     record = _Record()
     session = record.open()
     notes: list[tuple[str, str]] = []
-    system, content = (Message("system", prompts.leader),), prompts.to_leader(question)
+    system, content = (Message("system", prompts.leader),), prompts.to_asked(question)
     while True:
-        last = len(notes) + 1 == team.leader_turns
+        last = len(notes) + 1 == team.leader_turns or record.spent(team)
         if last:
             content += "\n" + prompts.ask_answer
         messages = (*system, Message("user", content))
         (turn,) = yield SampleRequest(Role.LEADER, session, messages, team.leader_tokens)
+        record.input_tokens += turn.input_tokens
         reading = _read(Role.LEADER, turn, (roles.REQUEST_ANSWER,) if last else None)
         if not reading.chose(roles.TASK):
             break
@@ -66,26 +67,62 @@ def hierarchy(question: str, team: TeamConfig, prompts: Prompts, candidates: int
     return record.outcome(answers)
 
 
+def single(question: str, team: TeamConfig, prompts: Prompts, candidates: int) -> Steps:
+    """One agent searches and answers in one conversation (Search-R1). `candidates` must be 1."""
+    if candidates != 1:
+        raise ValueError(f"The single agent answers once, found {candidates} candidates: ask for 1.")
+    record = _Record()
+    brief = _Brief(Role.AGENT, prompts.agent, roles.ANSWER, prompts.ask_final, question)
+    reading = yield from _investigate(brief, prompts.to_asked(question), team, prompts, record)
+    return record.outcome((reading.action.body if reading.action else "",))
+
+
 WORKFLOWS: dict[Workflow, Callable[[str, TeamConfig, Prompts, int], Steps]] = {
     Workflow.CASCADE: cascade,
     Workflow.HIERARCHY: hierarchy,
+    Workflow.SINGLE: single,
 }
+
+
+@dataclass(frozen=True)
+class _Brief:
+    """What makes a role that searches."""
+
+    role: Role
+    system: str
+    closing: str
+    """The tag that ends its work."""
+    ask_closing: str
+    """What it is told when no further search is possible."""
+    task: str
+    """What it is asked for."""
 
 
 def _search(
     task: str, team: TeamConfig, prompts: Prompts, record: "_Record"
 ) -> Generator[Request, Reply, str]:
     """One Searcher session. Returns its summary, or the fixed no-result text if it gave none [D]."""
+    brief = _Brief(Role.SEARCHER, prompts.searcher, roles.SUMMARY, prompts.ask_summary, task)
+    reading = yield from _investigate(brief, prompts.to_searcher(task), team, prompts, record)
+    return reading.action.body if reading.action else prompts.no_result
+
+
+def _investigate(
+    brief: _Brief, content: str, team: TeamConfig, prompts: Prompts, record: "_Record"
+) -> Generator[Request, Reply, "_Reading"]:
+    """One conversation with searches. Returns how its last turn reads."""
     session = record.open()
     searches = 0
-    system, content, documents = (Message("system", prompts.searcher),), prompts.to_searcher(task), ()
+    system, documents = (Message("system", brief.system),), ()
     while True:
-        last = searches >= team.session_searches or record.searches >= team.workflow_searches
+        full = searches >= team.session_searches or record.searches >= team.workflow_searches
+        last = full or record.spent(team)
         if last:
-            content = f"{content}\n{prompts.ask_summary}".strip()
+            content = f"{content}\n{brief.ask_closing}".strip()
         messages = (*system, Message("user", content, documents))
-        (turn,) = yield SampleRequest(Role.SEARCHER, session, messages, team.searcher_tokens)
-        reading = _read(Role.SEARCHER, turn, (roles.SUMMARY,) if last else None)
+        (turn,) = yield SampleRequest(brief.role, session, messages, team.searcher_tokens)
+        record.input_tokens += turn.input_tokens
+        reading = _read(brief.role, turn, (brief.closing,) if last else None)
         if not reading.chose(roles.SEARCH):
             break
         documents = yield SearchRequest(reading.action.body)
@@ -93,8 +130,8 @@ def _search(
         record.searches += 1
         # An index without a match still answers: an empty frame, never a blank message.
         system, content = (), "" if documents else prompts.format_documents(())
-    record.close(Role.SEARCHER, session, reading, searches=searches)
-    return reading.action.body if reading.action else prompts.no_result
+    record.close(brief.role, session, reading, searches=searches, task=brief.task)
+    return reading
 
 
 def _answer(
@@ -125,6 +162,8 @@ class _Reading:
     status: Status
     action: Action | None = None
     reason: str = ""
+    loose_answer: str = ""
+    """What a single agent's turn holds of an answer although it is malformed."""
 
     def chose(self, tag: str) -> bool:
         return self.action is not None and self.action.tag == tag
@@ -139,7 +178,8 @@ def _read(role: Role, turn: Turn, allowed: tuple[str, ...] | None = None) -> _Re
         return _Reading(Status.FINISHED, parsed)
     if turn.stop is Stop.LENGTH and parsed.incomplete:
         return _Reading(Status.LENGTH)
-    return _Reading(Status.MALFORMED, reason=parsed.reason)
+    loose = roles.find_answer(turn.text) if role is Role.AGENT else ""
+    return _Reading(Status.MALFORMED, reason=parsed.reason, loose_answer=loose)
 
 
 @dataclass
@@ -148,7 +188,13 @@ class _Record:
 
     opened: int = 0
     searches: int = 0
+    input_tokens: int = 0
+    """Of the turns of Leader and Searchers."""
     sessions: list[Session] = field(default_factory=list)
+
+    def spent(self, team: TeamConfig) -> bool:
+        """Returns whether the workflow has read as many tokens as it may."""
+        return 0 < team.workflow_input_tokens <= self.input_tokens
 
     def open(self) -> int:
         """Returns the number of a new session."""
@@ -156,12 +202,18 @@ class _Record:
         return self.opened - 1
 
     def close(
-        self, role: Role, session: int, reading: _Reading, candidate: int = 0, searches: int = 0
+        self,
+        role: Role,
+        session: int,
+        reading: _Reading,
+        candidate: int = 0,
+        searches: int = 0,
+        task: str = "",
     ) -> str:
         """Notes how a session ended; returns its closing body, "" where there is none."""
-        body = reading.action.body if reading.action else ""
+        body = reading.action.body if reading.action else reading.loose_answer
         self.sessions.append(
-            Session(role, session, candidate, reading.status, searches, body, reading.reason)
+            Session(role, session, candidate, reading.status, searches, body, reading.reason, task)
         )
         return body
 
