@@ -69,6 +69,7 @@ def imitation(demonstrations: str, init: str, steps: int) -> Config:
     config.train = TrainConfig(kind=Kind.SUPERVISED, steps=steps, questions=64)
     config.model = ModelConfig(init=init)
     config.data = DataConfig(demonstrations=(f"miniature:{demonstrations}",))
+    config.learn.role_gradients_every = 0
     return config
 
 
