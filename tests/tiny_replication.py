@@ -5,25 +5,24 @@ Evaluations are called as in the paper's table; one has other limits.
 
 from dataclasses import dataclass, field
 
-from configs.mini import evaluation
-from mopd_jax.config import Chain, Config, EvalConfig, Objective, Workflow
+from mopd_jax.config import Chain, Config, EvalConfig, Kind, ModelConfig, Objective, TrainConfig
 from tests import tiny
 
 
 def stage1() -> Config:
     config = tiny.team()
     config.train.steps = 2
-    config.model.teacher, config.model.reference = "", "base"
-    config.model.init = "base"
+    config.model = ModelConfig(init="base", reference="base")
     config.learn.searcher = Objective.GRPO
     return config
 
 
 def evaluate(init: str, session_searches: int = 3) -> Config:
-    config = evaluation(init, Workflow.CASCADE)
-    config.eval = EvalConfig(questions=3, attempts=2)
+    config = tiny.team()
+    config.train = TrainConfig(kind=Kind.EVALUATE)
+    config.model = ModelConfig(init=init)
     config.team.session_searches = session_searches
-    config.rollout.conversations = 8
+    config.eval = EvalConfig(questions=3, attempts=2)
     return config
 
 
