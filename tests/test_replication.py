@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from mopd_jax.config import Chain, RunConfig
+from configs import mini_systems
+from mopd_jax.config import Chain, Kind, RunConfig, phases
 from mopd_jax.published import PAPER
 from mopd_jax.run import replication
 from mopd_jax.run.plots import smoothed
@@ -77,6 +78,12 @@ def test_systems_under_other_conditions_are_no_pair():
     other = dataclasses.replace(run("stage1_c_mas", 0, 1, 1), conditions=conditions)
     text = replication.order_table([run("c_mas", 0, 0, 0), other, run("h_mas", 0, 0, 0)])
     assert [row[0] for row in table(text)] == ["h_mas − c_mas"]
+
+
+def test_the_papers_systems_are_evaluations_of_the_embedded_world_by_the_same_names():
+    chain = phases(mini_systems.get_config())
+    evaluations = {name for name, phase in chain.items() if phase.train.kind is Kind.EVALUATE}
+    assert evaluations >= PAPER.keys()
 
 
 def test_one_seed_is_marked_and_several_are_not():

@@ -1,6 +1,6 @@
 """Trains and evaluates every system of a chain for several seeds, and reports what came out.
 
-    python -m tools.replicate --config=configs/mini.py --seeds=0,1 --out=runs/replication
+    python -m tools.replicate --config=configs/mini_systems.py --seeds=0,1 --out=runs/replication
 
 Each seed runs the whole chain in a folder of its own, so that its systems share base and teacher. What is
 finished is not run again and what was broken off goes on when the same command is given again. OUT/report
@@ -63,7 +63,7 @@ def chains_of(config: Config | Chain, seeds: Sequence[str], out: str) -> list[Ch
     if not isinstance(config, Chain) or not {Kind.REINFORCE, Kind.EVALUATE} <= kinds:
         raise Refusal(
             "A replication takes a chain with phases that reinforce and phases that evaluate, e.g. "
-            f"configs/mini.py; found {sorted(kind.value for kind in kinds)}."
+            f"configs/mini_systems.py; found {sorted(kind.value for kind in kinds)}."
         )
     if not all(seed.isdecimal() for seed in seeds) or len({*map(int, seeds)}) < max(1, len(seeds)):
         raise Refusal(f"--seeds={','.join(seeds)}: expected distinct whole numbers, e.g. --seeds=0,1,2.")
