@@ -10,11 +10,11 @@ from mopd_jax.config import LearnConfig, TeamConfig, TreeConfig
 from mopd_jax.data import miniature
 from mopd_jax.learn.streams import generated_tokens, pack_rows, twin_keys
 from mopd_jax.retrieval.miniature import MiniatureSearch
-from mopd_jax.rollout.driver import Driver, Task
+from mopd_jax.rollout.driver import Driver, Fork, Task
 from mopd_jax.rollout.render import Renderer
 from mopd_jax.rollout.tree import Grown, grow
 from mopd_jax.run.episode_metrics import tree_costs
-from mopd_jax.team.episode import Episode, Question, Role, Status
+from mopd_jax.team.episode import Episode, Message, Question, Role, Row, Status
 from mopd_jax.team.workflows import single
 from tests import engines
 from tests.engines import ScriptedEngine, logps_of
@@ -123,6 +123,43 @@ def test_what_trees_cost():
     assert costs["tree/calls"] == len(engine.log) and costs["tree/calls_alone"] == 4 * 3
     assert costs["tree/output_tokens"] == sum(len(spoken.outputs[0]) for spoken in engine.log)
     assert costs["tree/output_tokens_alone"] == sum(int(e.rows[0].mask.sum()) for e in grown.leaves)
+
+
+def chain_by_hand() -> Episode:
+    """A search and an answer that nobody sampled, as an episode; log-probs are −1."""
+    person = WORLD.people[0]
+    documents = tuple(MiniatureSearch(WORLD.passages).search([person], 1)[0])
+    opened = TOKENS.open([Message("system", PROMPTS.agent), Message("user", PROMPTS.to_asked(QUESTION.text))])
+    search, answer = (
+        [*TOKENS.encode(text), EOS] for text in (f"<search>{person}</search>", f"<answer>{person}</answer>")
+    )
+    found = TOKENS.reply(PROMPTS.format_documents([(d.title, d.text) for d in documents]), closed=True)
+    pieces = ((opened, False), (search, True), (found, False), (answer, True))
+    ids = np.array([i for piece, _ in pieces for i in piece], np.int32)
+    mask = np.array([sampled for piece, sampled in pieces for _ in piece])
+    row = Row(Role.AGENT, 0, 0, Status.FINISHED, 1, person, ids, mask, -1.0 * mask.astype(np.float32), 2)
+    return Episode(QUESTION, 0, 0, [row], (person,), 1, queries=(person,), documents=(documents,))
+
+
+def test_the_real_engine_goes_on_from_a_shared_step():
+    """What a branch samples has the log-probs that the learner's pass over its whole row gives it."""
+    team, search = engines.TEAM, MiniatureSearch(WORLD.passages)
+    chain = chain_by_hand()
+    renderer = Renderer(TOKENS, PROMPTS, team.document_tokens)
+    driver = Driver(
+        engines.fresh_engine(), search, renderer, TOKENS, k=3, row_tokens=team.row_tokens, alive=4, seed=7
+    )
+    tasks = [Task(QUESTION, 0, number, Fork(chain, 1)) for number in (1, 2)]
+    branches = driver.run(lambda question: single(question, team, PROMPTS, 1), tasks)
+    shared = chain.rows[0].turn_bounds()[1][0]
+    for branch in branches:
+        (row,) = branch.rows
+        np.testing.assert_array_equal(row.ids[:shared], chain.rows[0].ids[:shared])
+        np.testing.assert_array_equal(row.logps[:shared], chain.rows[0].logps[:shared])
+        own = row.mask & (np.arange(len(row.ids)) >= shared)
+        assert own.any()
+        np.testing.assert_allclose(row.logps[own], engines.score(row.ids)[own], atol=1e-4)
+    assert not np.array_equal(branches[0].rows[0].ids, branches[1].rows[0].ids)
 
 
 def test_every_leaf_is_trained_as_a_row_of_its_own():
