@@ -29,6 +29,7 @@ setup(
         "numpy>=2",
         "optax",
         "orbax-checkpoint>=0.11",
+        "psutil",
         "pyarrow",
         "PyStemmer",
         "rich",

@@ -52,7 +52,7 @@ def train(name: str, config: Config) -> bool:
     """Runs one training phase to its end, from wherever an earlier start of it stopped.
 
     Returns:
-      Whether it came to its end; False after SIGTERM or SIGINT, when the state has been saved.
+      Whether the next one may start; False after SIGTERM or SIGINT, when the state has been saved.
 
     Raises:
       NonFiniteLoss, TooManyAborted, SearchCollapse: the run cannot go on; its last checkpoint stands.
@@ -125,6 +125,7 @@ def train(name: str, config: Config) -> bool:
             if done % config.checkpoint.every == 0:
                 saved.save(done, state, meta)
         saved.save(done, state, meta)
+        stopped = hosts.any_of(bool(stop))
     if done < steps:
         print(f"Stopped after step {done} of {steps}: the same command goes on from there.")
         return False
@@ -135,7 +136,7 @@ def train(name: str, config: Config) -> bool:
     if hosts.is_first():
         checkpoint.write_json(folder / "finished.json", meta)
     hosts.wait()  # the next phase reads what this one leaves
-    return True
+    return not stopped
 
 
 def _update(learner, state, batch, config: Config, step: int):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mopd_jax.data.manifest import pick
-from mopd_jax.data.questions import load_questions, load_sets
+from mopd_jax.data.questions import Joined, load_questions, open_sets
 from mopd_jax.refusal import Refusal
 from tools import prepare_data
 
@@ -49,7 +49,7 @@ def test_files_become_a_set_a_manifest_and_a_report(tmp_path, files, capsys):
         }
     ]
     sources = [f"{out}/questions/{name}" for name in ("nq:test", "hotpotqa:dev")]
-    chosen = pick(load_sets(sources), out / "manifest.jsonl")
+    chosen = pick(Joined(open_sets(sources)), out / "manifest.jsonl")
     assert [q.dataset for q in chosen] == ["nq", "nq", "hotpotqa"]
     assert report["manifest"]["questions"] == 3
     assert [q.text for q in load_questions(f"{out}/questions/nq:train")] == ["who sang It?", "Who sang it"]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mopd_jax.data.questions import QuestionSource, fingerprint, load_questions, load_sets, select
+from mopd_jax.data.questions import Joined, QuestionSource, fingerprint, load_questions, open_sets, select
 from mopd_jax.team.episode import Question
 
 
@@ -69,9 +69,9 @@ def test_the_same_id_in_two_datasets_is_fine_and_in_two_files_of_one_dataset_ref
     named = {"metadata": {"dataset": "nq"}}
     nq = write(tmp_path / "nq.jsonl", GOOD)
     hotpotqa = write(tmp_path / "hotpotqa.jsonl", GOOD)
-    assert [q.dataset for q in load_sets([nq, hotpotqa])] == ["nq", "hotpotqa"]
+    assert [q.dataset for q in Joined(open_sets([nq, hotpotqa]))] == ["nq", "hotpotqa"]
     with pytest.raises(ValueError, match=r"again.jsonl: \('nq', 'dev', 'dev_1'\) is also in .*nq.jsonl"):
-        load_sets([nq, write(tmp_path / "again.jsonl", GOOD | named)])
+        open_sets([nq, write(tmp_path / "again.jsonl", GOOD | named)])
 
 
 def test_every_epoch_draws_each_question_once_in_an_order_of_its_own():
@@ -206,7 +206,7 @@ def test_files_of_other_formats_are_refused_with_a_reason(shared_data, name, rea
 def test_the_real_sets_are_read(shared_data):
     folder = shared_data / "questions"
     names = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
-    questions = load_sets([str(folder / f"{name}.jsonl") for name in names])
+    questions = Joined(open_sets([str(folder / f"{name}.jsonl") for name in names]))
     assert collections.Counter(q.dataset for q in questions) == dict(
         zip(names, (500, 500, 498, 500, 500, 458, 100), strict=True)
     )

@@ -102,15 +102,44 @@ def test_killed_and_stopped_runs_continue_without_losing_or_repeating_a_step(str
     wait_for_lines(tmp_path / "team", 2, stopped)
     stopped.send_signal(signal.SIGTERM)
     output, _ = stopped.communicate(timeout=600)
-    finished = stopped.returncode == 0  # the signal may arrive during the last step
-    assert finished or (stopped.returncode == 143 and re.search(r"Stopped after step \d of 4", output)), (
-        output
-    )
+    assert stopped.returncode == 143, output
+    finished = (tmp_path / "team" / "finished.json").exists()  # the signal may arrive during the last step
+    assert finished or re.search(r"Stopped after step \d of 4", output), output
 
     output, _ = start(*arguments, **cache).communicate(timeout=600)
     assert "Continuing" not in output if finished else "Continuing" in output
     for phase in ("start", "teacher", "team"):
         assert measured(tmp_path / phase) == measured(straight / phase)
+
+
+INTERRUPTED = """
+import signal, sys
+from mopd_jax import flags, train
+from mopd_jax.run import console
+
+def step_line(phase, step, steps, metrics, shown=console.step_line):
+    if (phase, step) == ("start", steps):
+        signal.raise_signal(signal.SIGTERM)
+    return shown(phase, step, steps, metrics)
+
+console.step_line = step_line
+train.main(flags.load(sys.argv[1:]))
+"""
+
+
+def test_a_run_stopped_in_the_last_step_of_a_phase_does_not_start_the_next(straight, tmp_path):
+    arguments = ("--config=tests/tiny.py", f"--config.run.dir={tmp_path}")
+    environment = {"XLA_FLAGS": ONE_DEVICE, "JAX_COMPILATION_CACHE_DIR": str(straight / "cache")}
+    stopped = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert stopped.returncode == 143, stopped.stderr
+    assert (tmp_path / "start" / "finished.json").exists() and not (tmp_path / "teacher").exists()
+    assert measured(tmp_path / "start") == measured(straight / "start")
 
 
 def test_a_finished_run_with_another_config_is_refused(straight):

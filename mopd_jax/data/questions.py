@@ -87,11 +87,6 @@ def open_sets(sources: Sequence[str]) -> list[Sequence[Question]]:
     return opened
 
 
-def load_sets(sources: Sequence[str]) -> list[Question]:
-    """Returns the questions of several sources one after the other; raises as `open_sets`."""
-    return list(itertools.chain.from_iterable(open_sets(sources)))
-
-
 def files_of(source: str) -> list[epath.Path]:
     """Returns the files in which the questions of a source lie, none for a prepared set that is not there."""
     if prepared_at := _PREPARED.fullmatch(source):

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.corpus import fingerprint
 
@@ -85,9 +87,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 def available_bytes() -> int:
     """Returns how much memory this machine has free for use, caches that can be dropped included."""
-    with Path("/proc/meminfo").open() as lines:
-        kilobytes = dict(line.split()[:2] for line in lines)["MemAvailable:"]
-    return int(kilobytes) * 1024
+    return psutil.virtual_memory().available
 
 
 def require_memory(what: str, need: float, have: float, otherwise: str) -> None:
