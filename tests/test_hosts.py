@@ -66,10 +66,18 @@ def start_two(module: str, *arguments: str) -> list[subprocess.Popen]:
     return [start(module, *arguments, *where, f"--process={i}", devices=2) for i in range(2)]
 
 
+# A line made of the pieces that Gloo's threads print, at times into each other's lines.
+GLOO = re.compile(
+    r"^(\[Gloo\] Rank |\d+| is connected to | peer ranks\. |"
+    r"Expected number of connected peer ranks is : )*\n",
+    re.MULTILINE,
+)
+
+
 def speech(process: subprocess.Popen) -> tuple[str, str]:
     """Waits for the end; returns what the program said to stdout (less what Gloo says there) and stderr."""
     output, errors = process.communicate(timeout=1800)
-    return re.sub(r"\[Gloo\].*\n", "", output), errors
+    return GLOO.sub("", output), errors
 
 
 # ---------------------------------------------------------------- what processes do together
