@@ -105,7 +105,11 @@ class Context(Protocol):
         """Returns the attention, shaped like `q` [rows, T, N, H], and the cache with k and v in it."""
 
 
-PACKED = {Attention.XLA: attention.attend, Attention.SPLASH: splash.attend}
+PACKED = {
+    # Backward computes the scores again: kept for every layer, they would be most of what is kept.
+    Attention.XLA: jax.checkpoint(attention.attend, prevent_cse=False),
+    Attention.SPLASH: splash.attend,
+}
 """Choice → attention over packed rows: (q, k, v, segments) → out."""
 
 
