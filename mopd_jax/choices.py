@@ -103,9 +103,9 @@ class Precision(enum.Enum):
 
 
 class Remat(enum.Enum):
-    """What the backward pass computes again."""
+    """What the backward pass computes again: what lies between a layer's projections, or whole layers."""
 
-    NONE = "none"
+    MINIMAL = "minimal"
     FULL = "full"
 
 

@@ -95,8 +95,9 @@ class ModelConfig:
     """Type in which teacher and reference weights are held."""
     rollout: Precision = Precision.FLOAT32
     """Type of the sampler's weights and caches."""
-    remat: Remat = Remat.NONE
-    """Recompute each layer in the backward pass (FULL) or keep its activations (NONE)."""
+    remat: Remat = Remat.MINIMAL
+    """Recompute whole layers in the backward pass (FULL), or keep the outputs of their projections and
+    recompute the rest (MINIMAL): attention, norms, activations, which costs next to nothing."""
     attention: Attention = Attention.XLA
     """Attention of learner and scorer: plain XLA, or the TPU kernel that never holds the scores of a row
     (SPLASH; a CPU interprets it, slowly, for tests). Sampling has its own."""

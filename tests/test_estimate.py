@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mopd_jax.config import Attention, TeamConfig, Workflow
+from mopd_jax.config import Attention, Remat, TeamConfig, Workflow
 from mopd_jax.model.qwen3 import Qwen3, Qwen3Config, init_cache
 from mopd_jax.model.sharding import abstract_params
 from mopd_jax.published import CHIPS, QWEN3
@@ -76,10 +76,10 @@ LOGITS = 2 * 40 * 6
 @pytest.mark.parametrize(
     ("changes", "executed"),
     [
-        ({}, 3 * PRODUCTS + 2 * SCORES * 3 + 4 * LOGITS),
-        ({"remat": True}, 4 * PRODUCTS + 2 * SCORES * 4 + 4 * LOGITS),
-        ({"attention": Attention.SPLASH}, 3 * PRODUCTS + SCORES * 4.5 + 4 * LOGITS),
-        ({"remat": True, "attention": Attention.SPLASH}, 4 * PRODUCTS + SCORES * 5.5 + 4 * LOGITS),
+        ({}, 3 * PRODUCTS + 2 * SCORES * 4 + 4 * LOGITS),
+        ({"remat": Remat.FULL}, 4 * PRODUCTS + 2 * SCORES * 4 + 4 * LOGITS),
+        ({"attention": Attention.SPLASH}, 3 * PRODUCTS + SCORES * 5.5 + 4 * LOGITS),
+        ({"remat": Remat.FULL, "attention": Attention.SPLASH}, 4 * PRODUCTS + SCORES * 5.5 + 4 * LOGITS),
     ],
 )
 def test_work_of_an_update(changes, executed):
@@ -98,7 +98,7 @@ def test_work_of_a_score_adds_up_over_models():
 
 def test_seconds_of_qwen3_4b_on_a_v5e_64():
     """An update on 64 rows of 8,192 tokens at 100 % of peak: 1.31 s, and the products × 8/6 with remat."""
-    config = Qwen3Config(**QWEN3["qwen3-4b"], remat=True, attention=Attention.SPLASH)
+    config = Qwen3Config(**QWEN3["qwen3-4b"], remat=Remat.FULL, attention=Attention.SPLASH)
     work = estimate.update_work(config, Rows(64, 8192, 8192))
     assert work.model == pytest.approx(64 * 8192 * (6 * 4.0223e9 + 6 * 36 * 4096 * 8192), rel=1e-4)
     assert work.model / (64 * CHIPS["v5e"].flops) == pytest.approx(1.305, abs=0.001)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mopd_jax.config import Remat
 from mopd_jax.model.cache import KVCache, commit_turns, copy_history, set_history
 from mopd_jax.model.qwen3 import Layer, PackedContext, Qwen3, init_cache, rotate
 from tests.tiny_qwen3 import assert_trees_close, make_model, make_params, packed, random_ids
@@ -81,7 +82,7 @@ def test_senseless_sizes_are_refused(change, message):
 
 def test_config_is_hashable_and_comparable(model):
     assert hash(model.config) == hash(make_model().config)
-    assert model.config != dataclasses.replace(model.config, remat=True)
+    assert model.config != dataclasses.replace(model.config, remat=Remat.FULL)
 
 
 # ---- packed rows
@@ -151,11 +152,27 @@ def packed_result(packed_gradients, params, texts, weights):
 
 
 def test_recomputed_layers_give_the_same_values_and_gradients(params, texts, weights, packed_result):
-    traced = gradients(make_model(remat=True)).trace(params, weights, *packed(*texts, length=14))
-    assert "remat" in str(traced.jaxpr)
-    value, gradient = traced.lower().compile()(params, weights, *packed(*texts, length=14))
+    recomputed = gradients(make_model(remat=Remat.FULL))
+    value, gradient = recomputed(params, weights, *packed(*texts, length=14))
     np.testing.assert_allclose(value, packed_result[0], rtol=1e-5)
     assert_trees_close(gradient, packed_result[1], 1e-5)
+
+
+def test_backward_keeps_only_what_remat_says(params):
+    """Per token and layer: its input (FULL), and beside it the outputs of its seven projections (MINIMAL)."""
+    rows = packed(random_ids(np.random.default_rng(0), 9), length=9)
+
+    def kept(remat: Remat) -> set[tuple[int, ...]]:
+        model = make_model(remat=remat)
+        _, backward = jax.vjp(lambda p: model.apply({"params": p}, *rows), params)
+        L = model.config.num_layers
+        stacked = {x.shape[1:] for x in jax.tree.leaves(backward) if x.shape[:3] == (L, 1, 9)}
+        return {shape[2:] for shape in stacked}
+
+    c = make_model().config
+    D, F, H = c.hidden_size, c.intermediate_size, c.head_dim
+    assert kept(Remat.FULL) == {(D,)}
+    assert kept(Remat.MINIMAL) == {(D,), (F,), (c.num_heads, H), (c.num_kv_heads, H)}
 
 
 def test_packed_rows_are_separate_rows_in_values_and_gradients(model, params, texts, weights, packed_result):

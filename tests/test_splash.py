@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mopd_jax.config import Attention
+from mopd_jax.config import Attention, Remat
 from mopd_jax.learn.loss import Streams, policy_loss
 from mopd_jax.learn.packing import pack
 from mopd_jax.model import attention, sharding, splash
@@ -90,7 +90,7 @@ def texts() -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
 
 
 def network(choice: Attention):
-    return make_model(num_layers=2, vocab_size=38, remat=True, attention=choice)
+    return make_model(num_layers=2, vocab_size=38, remat=Remat.FULL, attention=choice)
 
 
 def loss_and_logps(model, params, packed, streams):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from mopd_jax.config import Attention
+from mopd_jax.config import Attention, Remat
 from mopd_jax.model import attention, splash
 from mopd_jax.model.cache import (
     KVCache,
@@ -54,8 +54,8 @@ class Qwen3Config:
     rms_norm_eps: float = 1e-6
     dtype: jnp.dtype = jnp.float32
     """Type of activations and of the operands of matrix products."""
-    remat: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    remat: Remat = Remat.MINIMAL
+    """What the backward pass computes again."""
     attention: Attention = Attention.XLA
     """What computes attention over packed rows; prefill and decode have their own."""
 
@@ -105,12 +105,14 @@ class Context(Protocol):
         """Returns the attention, shaped like `q` [rows, T, N, H], and the cache with k and v in it."""
 
 
-PACKED = {
-    # Backward computes the scores again: kept for every layer, they would be most of what is kept.
-    Attention.XLA: jax.checkpoint(attention.attend, prevent_cse=False),
-    Attention.SPLASH: splash.attend,
-}
+PACKED = {Attention.XLA: attention.attend, Attention.SPLASH: splash.attend}
 """Choice → attention over packed rows: (q, k, v, segments) → out."""
+KEPT = {
+    # Of the products only attention's have batch dimensions; its scores would be most of what is kept.
+    Remat.MINIMAL: jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    Remat.FULL: jax.checkpoint_policies.nothing_saveable,
+}
+"""Choice → what of a layer is kept for the backward pass."""
 
 
 @flax.struct.dataclass
@@ -290,7 +292,7 @@ class Qwen3(nn.Module):
     def setup(self):
         c = self.config
         # Inside a scan the loop itself keeps XLA from merging the recomputation with the first pass.
-        body = nn.remat(Layer, prevent_cse=False) if c.remat else Layer
+        body = nn.remat(Layer, prevent_cse=False, policy=KEPT[c.remat])
         scan = nn.scan(
             body,
             variable_axes={"params": 0},

@@ -9,7 +9,7 @@ include what the program computes again and what it computes in vain.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mopd_jax.config import Attention, TeamConfig, Workflow
+from mopd_jax.config import Attention, Remat, TeamConfig, Workflow
 from mopd_jax.model.qwen3 import Qwen3Config
 from mopd_jax.objective_rules import ROLES
 
@@ -90,11 +90,11 @@ def score_work(models: Iterable[Qwen3Config], rows: Rows) -> Work:
 
 def update_work(c: Qwen3Config, rows: Rows) -> Work:
     """Returns the work of a forward and a backward pass: 6 N per token, and attention; 8 N where layers are
-    computed again. The head's logits always are."""
+    computed again. Attention and the head's logits always are."""
     layers, scores, head = _forward(c, rows)
-    again = 1 if c.remat else 0
+    again = 1 if c.remat is Remat.FULL else 0
     backward = SPLASH_BACKWARD if c.attention is Attention.SPLASH else 2
-    executed_scores = _whole_square(c) * scores * (1 + again + backward)
+    executed_scores = _whole_square(c) * scores * (2 + backward)
     return Work(3 * (layers + scores + head), (3 + again) * layers + executed_scores + 4 * head)
 
 

@@ -156,7 +156,7 @@ def _learning_changes(plan: Plan) -> dict[str, bool]:
     one_row = f"learn.micro_batch_tokens = {shards * length}, one row on a device (now {rows // shards})"
     return {
         "model.attention = splash": model.attention is Attention.XLA,
-        "model.remat = full": model.remat is Remat.NONE,
+        "model.remat = full": model.remat is Remat.MINIMAL,
         "model.compute = bfloat16": model.compute is Precision.FLOAT32,
         "model.frozen = bfloat16": bool(plan.frozen) and model.frozen is Precision.FLOAT32,
         one_row: rows > shards,

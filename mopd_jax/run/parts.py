@@ -24,7 +24,6 @@ from mopd_jax.config import (
     Kind,
     ModelConfig,
     Precision,
-    Remat,
     TeamConfig,
     Wording,
 )
@@ -243,7 +242,7 @@ def make_model(sizes: Qwen3Config, model: ModelConfig) -> Qwen3:
     network = dataclasses.replace(
         sizes,
         dtype=dtype(model.compute),
-        remat=model.remat is Remat.FULL,
+        remat=model.remat,
         attention=model.attention,
     )
     return Qwen3(network)
@@ -409,7 +408,7 @@ def make_engine(
     config: Config, model: Qwen3, eos_ids: tuple[int, ...], candidates: int, mesh: Mesh
 ) -> Engine:
     """Returns an engine without weights that samples from `model` in `model.rollout` precision."""
-    sampled = dataclasses.replace(model.config, dtype=dtype(config.model.rollout), remat=False)
+    sampled = dataclasses.replace(model.config, dtype=dtype(config.model.rollout))
     return Engine(Qwen3(sampled), eos_ids, config.team, candidates, config.rollout, mesh)
 
 
