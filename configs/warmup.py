@@ -9,19 +9,17 @@ Conversations come from `python -m tools.make_demonstrations` or from your own f
 (mopd_jax/data/demonstrations.py).
 """
 
+from dataclasses import replace
+
 from configs.full import base
-from mopd_jax.config import Config, DataConfig, Kind, OptimConfig, Schedule, TrainConfig
+from mopd_jax.config import Config, Kind, OptimConfig, Schedule, TrainConfig
 
 
 def get_config() -> Config:
     config = base()
     config.run.dir = "runs/warmup"
     config.train = TrainConfig(kind=Kind.SUPERVISED, steps=500, questions=256)
-    config.data = DataConfig(
-        demonstrations=("data/demonstrations.jsonl",),
-        validation=config.data.validation,
-        test=config.data.test,
-    )
+    config.data = replace(config.data, train=(), demonstrations=("data/demonstrations.jsonl",))
     config.optim = OptimConfig(lr=1e-5, schedule=Schedule.COSINE, warmup_steps=20)
     config.eval.every = 0
     return config

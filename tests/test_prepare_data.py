@@ -1,12 +1,17 @@
 """From question files to a data set, a manifest and a report."""
 
 import json
+from collections import Counter
 
 import pytest
 
+from configs import stage1
+from mopd_jax.config import Kind
 from mopd_jax.data.manifest import pick
 from mopd_jax.data.questions import Joined, load_questions, open_sets
 from mopd_jax.refusal import Refusal
+from mopd_jax.run import parts
+from mopd_jax.run.preflight import missing_inputs
 from tools import prepare_data
 
 
@@ -55,6 +60,22 @@ def test_files_become_a_set_a_manifest_and_a_report(tmp_path, files, capsys):
     assert [q.text for q in load_questions(f"{out}/questions/nq:train")] == ["who sang It?", "Who sang it"]
     shown = capsys.readouterr().out
     assert reason in shown and report["manifest"]["fingerprint"] in shown and sources[1] in shown
+
+
+def test_the_full_scale_configs_name_what_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = stage1.get_config()
+    sources = config.data.train + config.data.validation + config.data.test
+    arguments = ["--out", "data", "--fixed", "11"]
+    for name in (source.removeprefix("data/questions/") for source in sources):
+        records = [{"id": f"{name}_{i}", "question": f"{name} {i}", "golden_answers": ["a"]} for i in (0, 1)]
+        arguments += ["--set", f"{name}={write(tmp_path / f'{name}.jsonl', *records)}"]
+    prepare_data.main(arguments)
+    assert [len(parts.load_questions([source], "", config)) for source in sources] == [2] * 10
+    missing = [*missing_inputs(config, Kind.REINFORCE, ()), *missing_inputs(config, Kind.EVALUATE, ())]
+    assert {field for field, _ in missing} == {"model.init", "model.reference"}
+    asked = Counter(f"data/questions/{q.dataset}:{q.split}" for q in parts.load_test(config))
+    assert asked == dict(zip(config.data.test, (2, 2, 2, 2, 1, 1, 1), strict=True))
 
 
 def test_without_an_evaluation_set_there_is_no_manifest(tmp_path, files):

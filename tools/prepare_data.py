@@ -6,9 +6,11 @@
 Each --set names a dataset, its split (train, dev or test) and a file, in any of the formats of
 mopd_jax/data/formats.py; several files of one set are joined. OUT/questions/NAME gets the set as
 array_record files, which a config names as OUT/questions/NAME:SPLIT. OUT/manifest.jsonl fixes --fixed
-questions of the dev and test splits, spread evenly over the sets. OUT/report.json says of each set how many
-records were read, which were refused and why, which questions come twice, which gold answers normalise to
-nothing, and which questions of an evaluation are trained on too (questions are compared normalised).
+questions of the evaluation, spread evenly over the datasets: of each the test split, or dev where it has no
+test; a dev split beside a test split is left to the validation during training. OUT/report.json says of
+each set how many records were read, which were refused and why, which questions come twice, which gold
+answers normalise to nothing, and which questions of an evaluation are trained on too (questions are compared
+normalised).
 """
 
 import argparse
@@ -30,6 +32,7 @@ from mopd_jax.team.episode import Question
 PUBLISHED = {
     ("nq", "train"): 79168,
     ("hotpotqa", "train"): 90447,
+    ("nq", "dev"): 8757,
     ("nq", "test"): 3610,
     ("triviaqa", "test"): 11313,
     ("popqa", "test"): 14267,
@@ -59,8 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for dataset in dict.fromkeys(dataset for dataset, _ in sets):
         splits = {split: reading.questions for (name, split), reading in sets.items() if name == dataset}
         write_set(dataset, splits, out)
-    exam = [q for (_, split), reading in sets.items() if split != "train" for q in reading.questions]
-    if exam:
+    if exam := examined(sets):
         chosen = select(exam, args.fixed)
         written = write_manifest(chosen, out / "manifest.jsonl")
         report["manifest"] = {"questions": len(chosen), "fingerprint": written}
@@ -81,6 +83,18 @@ def read_all(files: Mapping[tuple[str, str], Sequence[str]]) -> dict[tuple[str, 
             refused = f"{len(reading.refused)} were refused:{reasons}"
             raise Refusal(f"{':'.join(name)} has no question, {refused}")
     return sets
+
+
+def examined(sets: Sets) -> list[Question]:
+    """Returns the questions that the manifest draws from: of each dataset those of its test split, or of dev
+    where it has no test [D]."""
+    tested = {dataset for dataset, split in sets if split == "test"}
+    return [
+        question
+        for (dataset, split), reading in sets.items()
+        if split == "test" or (split == "dev" and dataset not in tested)
+        for question in reading.questions
+    ]
 
 
 # ---------------------------------------------------------------- the report
@@ -171,9 +185,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--set", action="append", required=True, type=_set, help="NAME:SPLIT=FILE; may be given several times"
     )
     add("--out", required=True, help="folder to write, must be empty or new")
-    add(
-        "--fixed", type=int, default=5000, help="questions of the manifest; 0: all of the dev and test splits"
-    )
+    add("--fixed", type=int, default=5000, help="questions of the manifest; 0: all that it may draw from")
     args = parser.parse_args(argv)
     files: dict[tuple[str, str], list[str]] = {}
     for name, path in args.set:

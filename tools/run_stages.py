@@ -139,7 +139,11 @@ def commands(args: argparse.Namespace) -> list[list[str]]:
         f"--config.run.seed={args.seed}",
         *args.overrides,
     ]
-    data = [f"--config.data.train={_tuple(args.train)}", f"--config.data.test={_tuple(args.test)}"]
+    data = [
+        f"--config.data.train={_tuple(args.train)}",
+        f"--config.data.test={_tuple(args.test)}",
+        "--config.data.manifest=",
+    ]
     small = [f"--config.train.questions={args.questions}", f"--config.train.steps={args.steps}"]
 
     def train(experiment: str, *extra: str) -> list[str]:
