@@ -12,6 +12,7 @@ for gold answers in what an index finds, `fit` compiles exact search for a TPU s
 """
 
 import argparse
+import functools
 import json
 import os
 import time
@@ -40,10 +41,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 # ---------------------------------------------------------------- synthetic passages
 
 
+@functools.cache
+def _shares() -> np.ndarray:
+    """Returns how often a word up to each is drawn, in shares that add up to the last."""
+    return np.cumsum(1 / np.arange(1, VOCABULARY + 1))
+
+
 def _words(rng: np.random.Generator, count: int) -> np.ndarray:
     """Returns the numbers of random words, by their frequency."""
-    shares = np.cumsum(1 / np.arange(1, VOCABULARY + 1))
-    return np.searchsorted(shares, rng.random(count) * shares[-1])
+    return np.searchsorted(_shares(), rng.random(count) * _shares()[-1])
 
 
 def _spelled(numbers: np.ndarray) -> str:
