@@ -37,6 +37,7 @@ EVALUATED = {
     "c_mas": systems.c_mas,
     "h_mas": systems.h_mas,
     "stage1_in_hierarchy": systems.stage1_in_hierarchy,
+    "teacher_as_searcher": systems.teacher_as_searcher,
     "matched_budget": systems.matched_budget,
     "no_retriever": systems.no_retriever,
 }

@@ -155,6 +155,16 @@ def stage1_in_hierarchy(config: Config, models: Models) -> Config:
     return evaluated(config, models.stage1, Workflow.HIERARCHY)
 
 
+def teacher_as_searcher(config: Config, models: Models) -> Config:
+    """Stage 2's Leader and Answerer, and the teacher itself as their Searcher: what a Searcher distilled
+    without loss would give this team [D]. Two engines share the memory of one: instead of parking places for
+    Leaders, the Searchers have slots of their own."""
+    config = evaluated(config, models.stage2, Workflow.HIERARCHY)
+    config.model.searcher = models.stage1
+    config.rollout.parked = 0
+    return config
+
+
 def matched_budget(config: Config, models: Models) -> Config:
     """Stage 2 with no more searches per workflow than the cascade may make; `team.workflow_input_tokens` caps
     what is read instead."""

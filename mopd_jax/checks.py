@@ -27,7 +27,7 @@ from mopd_jax.config import (
     Wording,
     Workflow,
 )
-from mopd_jax.objective_rules import Finding, objectives
+from mopd_jax.objective_rules import ROLES, Finding, objectives
 from mopd_jax.refusal import Refusal
 
 
@@ -238,9 +238,9 @@ def _model(c: Config, kind: Kind) -> Iterator[Finding]:
             yield "team.wording", 'must be miniature: model.init = "random" knows only those words'
     for name in MODEL_FIELDS[1:]:
         if _get(c.model, name) == "random":
-            yield f"model.{name}", "a frozen model with random weights teaches nothing"
+            yield f"model.{name}", "a frozen model with random weights knows nothing"
         elif _get(c.model, name) and kind is Kind.SUPERVISED:
-            yield f"model.{name}", "scores nothing in a supervised phase: leave it empty"
+            yield f"model.{name}", "does nothing in a supervised phase: leave it empty"
 
 
 def _data(c: Config, kind: Kind) -> Iterator[Finding]:
@@ -327,6 +327,8 @@ def _team(c: Config, kind: Kind) -> Iterator[Finding]:
         yield "team.leader_turns", "must be at least 2: the last turn is only for the answer request"
     if c.team.workflow is Workflow.HIERARCHY and c.rollout.conversations + c.rollout.parked < 2:
         yield "rollout.parked", "must be at least 1: a Leader keeps its cache while its Searcher works"
+    if c.model.searcher and "searcher" not in ROLES[c.team.workflow]:
+        yield "model.searcher", f"team.workflow = {show(c.team.workflow)} has no Searcher: leave it empty"
 
 
 def _training(c: Config, kind: Kind) -> Iterator[Finding]:

@@ -32,7 +32,7 @@ RANDOM = "random"
 """Random weights with the embedded world's tokenizer, where a config names a model."""
 SCRIPTED = "scripted"
 """The embedded world's scripted judge, where a config names a judge."""
-MODEL_FIELDS = ("init", "teacher", "reference", "judge")
+MODEL_FIELDS = ("init", "teacher", "reference", "judge", "searcher")
 """The fields of `ModelConfig` that name a model."""
 SPLASH_TILE = 128
 """Rows of splash attention are a multiple of this many tokens, the width of a TPU's vectors."""
@@ -87,6 +87,9 @@ class ModelConfig:
     judge: str = ""
     """Frozen model that scores the sessions of a Searcher with a critic, by default the base model [D], or
     "scripted", which judges by rule in the embedded world; "" where there is no critic."""
+    searcher: str = ""
+    """Frozen model that plays the Searcher in an evaluation (same spellings as `init`); "": the evaluated
+    weights do."""
     architecture: ArchitectureConfig = field(default_factory=ArchitectureConfig)
     """Sizes for `init = "random"`."""
     compute: Precision = Precision.FLOAT32
@@ -358,9 +361,9 @@ class Config:
 class Chain:
     """Phases that run one after the other in the order of the fields.
 
-    A subclass adds one `Config` field per phase. `model.init`, `teacher`, `reference` and `judge` of a
-    phase may name an earlier one. `run.dir` is the parent of the phases' folders; the other fields of `run`
-    replace each phase's own.
+    A subclass adds one `Config` field per phase. `model.init`, `teacher`, `reference`, `judge` and
+    `searcher` of a phase may name an earlier one. `run.dir` is the parent of the phases' folders; the other
+    fields of `run` replace each phase's own.
     """
 
     run: RunConfig = field(default_factory=RunConfig)

@@ -59,7 +59,7 @@ def evaluate(name: str, config: Config) -> "Result":
     from etils import epath
 
     from mopd_jax.run import checkpoint, hosts, parts
-    from mopd_jax.run.evaluation import evaluate_team, take_cache_hits, write_episodes
+    from mopd_jax.run.evaluation import evaluate_team, load_team, take_cache_hits, write_episodes
     from mopd_jax.run.results import read_result, write_result
 
     folder = epath.Path(config.run.dir)
@@ -70,10 +70,9 @@ def evaluate(name: str, config: Config) -> "Result":
         print(f"{folder} is evaluated already.")
         return read_result(folder / "results.jsonl")
 
-    opened = parts.open_model(config.model.init, config)
-    team = parts.make_team(config, opened, candidates=1)
-    team.engine.load(parts.load_params(opened, team.mesh, config.model.rollout, config.run.seed))
-    system = name or f"{config.team.workflow.value} {config.model.init}"
+    team = load_team(config)
+    own = f", Searcher {config.model.searcher}" if config.model.searcher else ""
+    system = name or f"{config.team.workflow.value} {config.model.init}{own}"
     result, episodes = evaluate_team(
         system, config, team.driver, parts.make_workflow(config.team, 1), questions, config.eval.attempts
     )

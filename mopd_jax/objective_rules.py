@@ -66,6 +66,11 @@ def _frozen(c: Config) -> Iterator[Finding]:
     if distilled and not learn.beta > 0:
         yield "learn.beta", "must be above 0: it weighs the only signal of learn.searcher = opd"
     yield from _judge(c)
+    if c.model.searcher:
+        yield (
+            "model.searcher",
+            "plays in an evaluation only, a team that learns speaks itself: leave it empty",
+        )
     penalised = [role for role in ROLES[c.team.workflow] if _pays_kl(c, role)]
     if penalised and learn.kl > 0 and not c.model.reference:
         yield "model.reference", f"learn.kl = {learn.kl} needs a reference; 0 turns the penalty off"

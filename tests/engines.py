@@ -57,19 +57,22 @@ def params(seed: int = 0) -> dict:
 
 
 @functools.cache
-def engine_like(rollout_changes: tuple[tuple[str, int], ...] = (), tensor: int = 1) -> Engine:
-    """Returns an engine without weights: `ROLLOUT` with some fields changed, on so many devices."""
+def engine_like(
+    rollout_changes: tuple[tuple[str, int], ...] = (), tensor: int = 1, number: int = 0
+) -> Engine:
+    """Returns an engine without weights: `ROLLOUT` with some fields changed, on so many devices; another one
+    for each number."""
     rollout = dataclasses.replace(ROLLOUT, **dict(rollout_changes))
     return Engine(model(), tokens().eos_ids, TEAM, CANDIDATES, rollout, sharding.local_mesh(tensor))
 
 
-def fresh_engine(seed: int = 0) -> Engine:
-    """Returns the one engine (compiling takes longer than all tests) without any cached prompt.
+def fresh_engine(seed: int = 0, number: int = 0) -> Engine:
+    """Returns the engine of this number (compiling takes longer than all tests) without any cached prompt.
 
     Its lanes have 4 slots of 1 candidate with 3 parking places, and 2 slots of 5 candidates; prompts are
     prefilled by 3 rows of 8 tokens, turns are decoded by 4 tokens.
     """
-    engine = engine_like()
+    engine = engine_like(number=number)
     engine.load(params(seed))
     engine.take_usage()
     return engine

@@ -16,6 +16,7 @@ from mopd_jax.model.tokens import Tokens
 from mopd_jax.retrieval.miniature import MiniatureSearch
 from mopd_jax.retrieval.search import Document, Retriever, SearchError
 from mopd_jax.rollout.driver import Driver, Task, WorkflowFactory, alive_workflows, sampling_key
+from mopd_jax.rollout.engine import Engine
 from mopd_jax.rollout.render import Renderer
 from mopd_jax.team.episode import (
     Message,
@@ -99,6 +100,7 @@ def drive(
     prompts: Prompts = PROMPTS,
     document_tokens: int = 100,
     seed: int = 7,
+    searcher=None,
 ):
     """Runs a workflow on tasks of the one question; returns their episodes."""
     if isinstance(tasks, int):
@@ -108,6 +110,7 @@ def drive(
         retriever or FixedSearch(),
         Renderer(tokens, prompts, document_tokens),
         tokens,
+        searcher=searcher,
         k=3,
         row_tokens=team.row_tokens,
         alive=alive,
@@ -433,6 +436,30 @@ def test_a_batch_of_searches_fails_together_and_the_run_goes_on():
     assert all(len(episode.rows) == 4 for episode in episodes[3:])
 
 
+# ---------------------------------------------------------------- a Searcher of its own
+
+
+def test_a_searcher_of_its_own_speaks_its_turns_and_no_others():
+    one, engine, own = (ScriptedEngine(team_speaks, TOKENS.eos_ids) for _ in range(3))
+    together = drive(one, 3, Workflow.HIERARCHY, candidates=5)
+    apart = drive(engine, 3, Workflow.HIERARCHY, candidates=5, searcher=own)
+    assert all(map(equal, together, apart))
+    assert [len(e.log) for e in (one, engine, own)] == [3 * 8, 3 * 4, 3 * 4]
+    assert all(has_role(spoken.prompt, PROMPTS.searcher) for spoken in own.log)
+    assert not any(has_role(spoken.prompt, PROMPTS.searcher) for spoken in engine.log)
+    found = {tuple(key) for e in (engine, own) for spoken in e.log for key in spoken.keys}
+    assert found == {tuple(key) for spoken in one.log for key in spoken.keys}
+    assert not engine.places.held and not own.places.held
+
+
+def test_a_searcher_of_its_own_without_room_gives_its_cache_back():
+    team = dataclasses.replace(TIGHT, row_tokens=SECOND_PROMPT + 19)
+    engine, own = scripted(said(ANSWERS[0])), scripted(said(SEARCH))
+    (episode,) = drive(engine, team=team, searcher=own)
+    assert [row.status for row in episode.rows] == [Status.CONTEXT, Status.FINISHED]
+    assert not engine.places.held and not own.places.held
+
+
 # ---------------------------------------------------------------- many workflows
 
 
@@ -471,29 +498,41 @@ def test_no_more_workflows_than_allowed_hold_caches(alive):
 
 
 @pytest.mark.parametrize(
-    ("workflow", "candidates", "rows"),
+    ("workflow", "candidates", "rows", "own"),
     [
-        (Workflow.CASCADE, 1, 2),
-        (Workflow.CASCADE, 5, 6),
-        (Workflow.HIERARCHY, 1, 4),
-        (Workflow.HIERARCHY, 5, 8),
-        (Workflow.SINGLE, 1, 1),
+        (Workflow.CASCADE, 1, 2, False),
+        (Workflow.CASCADE, 5, 6, False),
+        (Workflow.HIERARCHY, 1, 4, False),
+        (Workflow.HIERARCHY, 5, 8, False),
+        (Workflow.SINGLE, 1, 1, False),
+        (Workflow.CASCADE, 1, 2, True),
+        (Workflow.HIERARCHY, 1, 4, True),
     ],
 )
 @pytest.mark.parametrize(("slots", "parked"), [(2, 0), (1, 1), (1, 2), (2, 3), (3, 4), (4, 2)])
-def test_as_many_workflows_as_a_team_has_never_lose_a_cache(workflow, candidates, rows, slots, parked):
-    """Nor do they wait for each other for ever, which the scripted engine refuses."""
-    alive = alive_workflows(RolloutConfig(conversations=slots, parked=parked), workflow)
+def test_as_many_workflows_as_a_team_has_never_lose_a_cache(workflow, candidates, rows, own, slots, parked):
+    """Nor do they wait for each other for ever, which the scripted engine refuses; `own`: the Searcher has an
+    engine of its own."""
+    alive = alive_workflows(RolloutConfig(conversations=slots, parked=parked), workflow, own)
 
-    def run(alive: int) -> ScriptedEngine:
-        engine = ScriptedEngine(team_speaks, TOKENS.eos_ids, slots, parked, per_step=2)
-        episodes = drive(engine, 12, workflow, candidates, alive=alive)
+    def evicted(alive: int) -> int:
+        engine, other = (
+            ScriptedEngine(team_speaks, TOKENS.eos_ids, slots, parked, per_step=2) for _ in range(2)
+        )
+        searcher = other if own else None
+        episodes = drive(engine, 12, workflow, candidates, alive=alive, searcher=searcher)
         assert [len(episode.rows) for episode in episodes] == [rows] * 12
-        assert not engine.places.held
-        return engine
+        assert not engine.places.held and not other.places.held
+        return engine.evicted + other.evicted
 
-    assert run(alive).evicted == 0
-    assert run(3 * alive).evicted > 0
+    assert evicted(alive) == 0
+    assert evicted(3 * alive) > 0
+
+
+def test_a_searcher_of_its_own_lets_more_workflows_live():
+    rollout = RolloutConfig(conversations=12, parked=12)
+    assert [alive_workflows(rollout, Workflow.HIERARCHY, own) for own in (False, True)] == [11, 23]
+    assert [alive_workflows(rollout, Workflow.CASCADE, own) for own in (False, True)] == [23, 23]
 
 
 def test_searches_of_one_round_are_one_batch():
@@ -629,6 +668,7 @@ def drive_real(
     alive: int = 6,
     seed: int = 7,
     retriever: Retriever | None = None,
+    searcher: Engine | None = None,
 ):
     return drive(
         fresh_engine(),
@@ -640,6 +680,7 @@ def drive_real(
         alive,
         document_tokens=REAL.document_tokens,
         seed=seed,
+        searcher=searcher,
     )
 
 
@@ -713,6 +754,45 @@ def test_when_searches_are_answered_does_not_matter(tasks):
         for one, two in zip(at_once, late, strict=True)
     )
     assert all(episode.rows[0].turns == 2 for episode in late)
+
+
+def always_working(question):
+    """A Leader, its Searcher and the Answerer, who go on whatever is said."""
+    opening = (Message("system", PROMPTS.searcher), Message("user", question))
+    yield SampleRequest(Role.LEADER, 0, opening, 12)
+    (turn,) = yield SampleRequest(Role.SEARCHER, 1, opening, 12)
+    documents = yield SearchRequest(f"{turn.text} {question}")
+    (turn,) = yield SampleRequest(Role.SEARCHER, 1, (Message("user", "", documents),), 12)
+    yield SampleRequest(Role.LEADER, 0, (Message("user", turn.text),), 12)
+    answers = yield SampleRequest(Role.ANSWERER, 2, opening, 8, 5)
+    sessions = [Session(Role.LEADER, 0, 0, Status.FINISHED, 0, "")]
+    sessions += [Session(Role.SEARCHER, 1, 0, Status.FINISHED, 1, "")]
+    sessions += [Session(Role.ANSWERER, 2, c, Status.FINISHED, 0, "") for c in range(5)]
+    return Outcome(tuple(sessions), tuple(turn.text for turn in answers), 1)
+
+
+def test_a_searcher_of_its_own_with_the_same_weights_changes_no_bit(tasks):
+    together = drive_real(tasks, always_working)
+    apart = drive_real(tasks, always_working, searcher=fresh_engine(number=1))
+    assert all(map(equal, together, apart))
+    for one, two in zip(together, apart, strict=True):
+        assert (one.calls, one.input_tokens, one.output_tokens) == (
+            two.calls,
+            two.input_tokens,
+            two.output_tokens,
+        )
+        assert one.documents == two.documents and [row.turns for row in two.rows] == [2, 2, 1, 1, 1, 1, 1]
+
+
+def test_a_searcher_of_its_own_samples_from_its_own_weights(tasks):
+    differences = []
+    for episode in drive_real(tasks, always_working, searcher=fresh_engine(seed=1, number=1)):
+        for row in episode.rows:
+            seed = 1 if row.role is Role.SEARCHER else 0
+            ours, others = (score(row.ids, s)[row.mask] for s in (seed, 1 - seed))
+            np.testing.assert_allclose(row.logps[row.mask], ours, atol=1e-5)
+            differences.append(np.abs(others - ours).max())
+    assert min(differences) > 0.01
 
 
 def test_draws_workflows_and_seeds_differ(tasks, episodes):

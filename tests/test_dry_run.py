@@ -73,6 +73,19 @@ def test_a_faster_chip_is_faster(stage2):
     assert seconds(v6e, "decode") == pytest.approx(seconds(stage2, "decode") / ratio, rel=0.01)
 
 
+def test_a_searcher_of_its_own_is_counted():
+    """Two engines of 12 slots share the memory of one with 24 groups. 12 workflows are under way instead of
+    the 6 of one engine with 12 slots: half the steps, each of them in both engines."""
+    apart = "\n".join(lines("configs/teacher_as_searcher.py"))
+    assert "GB per device  engine's weights, Searcher (sampling)" in apart
+    (sampling,) = re.findall(r"([\d.]+) GB while sampling", apart)
+    cache = 147456 * 12 * (8192 + 256) / 4e9
+    assert float(sampling) == pytest.approx(2 * (2.012 + cache), abs=2e-3)
+    together = "\n".join(lines("configs/stage1_in_hierarchy.py", "--config.rollout.parked=0"))
+    for part in ("prefill", "decode"):
+        assert seconds(apart, part) == pytest.approx(seconds(together, part), rel=0.02)
+
+
 def test_a_chain_is_planned_phase_by_phase():
     found = lines("configs/mini.py")
     titles = [line.removeprefix("== ") for line in found if line.startswith("==")]

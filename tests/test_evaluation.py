@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from mopd_jax.config import Config, DataConfig, EvalConfig, TeamConfig, Workflow
+from mopd_jax.config import Config, DataConfig, EvalConfig, Precision, TeamConfig, Workflow
 from mopd_jax.data import miniature
 from mopd_jax.data.questions import fingerprint, select
 from mopd_jax.model import hf, sharding
@@ -18,7 +18,15 @@ from mopd_jax.retrieval.cache import CachedSearch
 from mopd_jax.retrieval.search import Document, SearchError
 from mopd_jax.rollout.driver import Driver
 from mopd_jax.run import parts
-from mopd_jax.run.evaluation import TooManyAborted, check_aborted, conditions, evaluate_team, write_episodes
+from mopd_jax.run.checkpoint import write_json
+from mopd_jax.run.evaluation import (
+    TooManyAborted,
+    check_aborted,
+    conditions,
+    evaluate_team,
+    load_team,
+    write_episodes,
+)
 from mopd_jax.run.results import read_result, write_result
 from mopd_jax.run.validation import Validation
 from mopd_jax.team.roles import DOCUMENTS as DOCUMENTS_TAG
@@ -179,6 +187,33 @@ def test_an_evaluation_is_a_function_of_its_seed():
     assert other.conditions == first.conditions
     assert sum(a != b for a, b in zip(ids, other_ids, strict=True)) > 5
     assert ids[0] != ids[1], "attempts at one question are sampled independently"
+
+
+# ---------------------------------------------------------------- whose weights
+
+
+def finished_run(folder, config: Config, seed: int) -> tuple[str, dict]:
+    """A run that has left random weights, and these."""
+    student = parts.open_model("random", config)
+    mesh = sharding.make_mesh((1, 1, 1), jax.devices()[:1])
+    params = parts.load_params(student, mesh, Precision.FLOAT32, seed)
+    parts.export(folder / "export", student, params, config.team)
+    write_json(folder / "finished.json", {})
+    return str(folder), params
+
+
+def test_the_searcher_has_weights_of_its_own(tmp_path):
+    config = make_config()
+    config.run.dir = str(tmp_path / "exam")
+    config.model.init, ours = finished_run(tmp_path / "stage2", config, seed=3)
+    config.model.searcher, theirs = finished_run(tmp_path / "stage1", config, seed=4)
+    team = load_team(config)
+    jax.tree.map(np.testing.assert_array_equal, team.engine._params, ours)
+    jax.tree.map(np.testing.assert_array_equal, team.searcher._params, theirs)
+    assert team.driver._engines == (team.engine, team.searcher)
+    config.model.searcher = ""
+    team = load_team(config)
+    assert team.searcher is None and team.driver._engines == (team.engine,)
 
 
 # ---------------------------------------------------------------- what else is written

@@ -16,7 +16,8 @@ V5E = CHIPS["v5e"]
 
 def fit(name: str, peak: float, beside: float = 0.0, lane: Lane | None = None, **found) -> Fit:
     """A result in GB."""
-    program = plan.Program(name, None, 8, Work(6e15, 8e15), int(beside * 1e9), lane)
+    model = test_plan.SIZES.model if lane else None
+    program = plan.Program(name, None, 8, Work(6e15, 8e15), int(beside * 1e9), lane, model)
     return Fit(program, int(peak * 1e9), 61.4, **found)
 
 

@@ -437,14 +437,22 @@ def test_every_number_has_a_bound():
             {"model.judge": "scripted"},
             "config.model.judge = 'scripted': knows only the embedded world",
         ),
-        (judged, {"model.judge": "random"}, "a frozen model with random weights teaches nothing"),
+        (judged, {"model.judge": "random"}, "a frozen model with random weights knows nothing"),
         (judged, {"train.workflows": 1}, "learn.searcher = critic compares workflows of one question"),
         (judged, {"model.reference": ""}, "learn.kl = 0.001 needs a reference"),
         (stage2, {"model.judge": "base"}, "no role learns from a judge (critic)"),
         # models
         (stage2, {"model.init": ""}, "config.model.init = '': name a Hugging Face folder"),
-        (stage2, {"model.teacher": "random"}, "a frozen model with random weights teaches nothing"),
-        (warmup, {"model.teacher": "base"}, "scores nothing in a supervised phase"),
+        (stage2, {"model.teacher": "random"}, "a frozen model with random weights knows nothing"),
+        (warmup, {"model.teacher": "base"}, "does nothing in a supervised phase"),
+        (evaluation, {"model.searcher": "random"}, "a frozen model with random weights knows nothing"),
+        (warmup, {"model.searcher": "base"}, "config.model.searcher = 'base': does nothing in a supervised"),
+        (stage2, {"model.searcher": "base"}, "config.model.searcher = 'base': plays in an evaluation only"),
+        (
+            evaluation,
+            {"model.searcher": "base", "team.workflow": Workflow.SINGLE},
+            "config.model.searcher = 'base': team.workflow = single has no Searcher",
+        ),
         (stage2, {"model.init": "random"}, "but data.train names files of real text"),
         (stage2, {"model.init": "random"}, "config.team.wording = full: must be miniature"),
         # data and retrieval
@@ -511,6 +519,7 @@ def test_the_embedded_world_passes():
 def test_a_training_config_can_be_checked_for_evaluation_only():
     config = stage2()
     config.data.train, config.data.test, config.model.teacher, config.train.steps = (), ("nq.jsonl",), "", 0
+    config.model.searcher = "base"
     validate(config, Kind.EVALUATE)
     with pytest.raises(ConfigError, match=r"data\.train"):
         validate(config)
@@ -556,6 +565,7 @@ def test_a_sound_chain_passes():
             {"stage1.train.kind": Kind.EVALUATE},
             "config.stage2.model.teacher = 'stage1': phase stage1 only evaluates",
         ),
+        ({"exam.model.searcher": "exam"}, "config.exam.model.searcher = 'exam': must name an earlier phase"),
         ({"stage2.retrieval.k": 0}, "config.stage2.retrieval.k = 0: must be above 0."),
         ({"run.seed": -1}, "config.run.seed = -1: must lie between"),
         ({"run.profile_steps": (3, 2)}, "config.run.profile_steps = (3, 2): must be (first, last)"),

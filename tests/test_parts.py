@@ -28,6 +28,7 @@ from mopd_jax.config import (
 from mopd_jax.data import miniature
 from mopd_jax.data.manifest import write_manifest
 from mopd_jax.model import hf, sharding
+from mopd_jax.model.qwen3 import Qwen3
 from mopd_jax.model.tokens import files_fingerprint
 from mopd_jax.refusal import Refusal
 from mopd_jax.run import parts
@@ -221,6 +222,17 @@ def test_a_teacher_that_stops_at_other_tokens_is_refused(run, config, student):
         parts.load_frozen(config, student, one_device())
 
 
+def test_a_searcher_that_stops_at_other_tokens_is_refused(run, config, student):
+    path = run / "export" / "generation_config.json"
+    stops = json.loads(path.read_text())
+    eos, pad = stops["eos_token_id"], stops["pad_token_id"]
+    write_json(path, stops | {"eos_token_id": [eos, pad]})
+    both = " ".join(map(str, sorted([eos, pad])))
+    words = f"Student and Searcher differ in eos_ids: student '{eos}', Searcher '{both}'; .* Use a Searcher"
+    with pytest.raises(Refusal, match=words):
+        parts.open_beside(student, str(run), config, "Searcher")
+
+
 def test_a_teacher_with_another_language_is_refused(run, config, student):
     """Kind 20."""
     config.model.teacher = str(run)
@@ -243,6 +255,13 @@ def test_rows_longer_than_the_models_positions_are_refused(config, student):
     config.team.row_tokens += 1
     with pytest.raises(ValueError, match=r"row_tokens = 209, the model takes 208 \(max_position_embeddings"):
         parts.make_team(config, student, 1)
+
+
+def test_rows_longer_than_a_searchers_own_positions_are_refused(config, student):
+    sizes = dataclasses.replace(student.model.config, max_position_embeddings=207)
+    searcher = dataclasses.replace(student, model=Qwen3(sizes))
+    with pytest.raises(Refusal, match=r"row_tokens = 208, the model takes 207 \(max_position_embeddings"):
+        parts.make_team(config, student, 1, searcher)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +304,8 @@ FILES = (
     "manifest.jsonl",
     "index.json",
 )
-MODELS = ("init", "teacher", "reference", "judge")
+TRAINED = ("init", "teacher", "reference", "judge")
+MODELS = (*TRAINED, "searcher")
 SEARCHED = ("corpus", "index.json")
 
 
@@ -328,11 +348,11 @@ def read_by(phase: Config, kind: Kind, every: int, folder: pathlib.Path) -> set[
 @pytest.mark.parametrize(
     ("kind", "every", "inputs"),
     [
-        (Kind.REINFORCE, 0, {"train", *SEARCHED, *MODELS}),
-        (Kind.REINFORCE, 5, {"train", *SEARCHED, "validation", *MODELS}),
-        (Kind.SUPERVISED, 0, {"demonstrations", *MODELS}),
-        (Kind.SUPERVISED, 5, {"demonstrations", *SEARCHED, "validation", *MODELS}),
-        (Kind.EVALUATE, 0, {"test", "manifest", *SEARCHED, "init"}),
+        (Kind.REINFORCE, 0, {"train", *SEARCHED, *TRAINED}),
+        (Kind.REINFORCE, 5, {"train", *SEARCHED, "validation", *TRAINED}),
+        (Kind.SUPERVISED, 0, {"demonstrations", *TRAINED}),
+        (Kind.SUPERVISED, 5, {"demonstrations", *SEARCHED, "validation", *TRAINED}),
+        (Kind.EVALUATE, 0, {"test", "manifest", *SEARCHED, "init", "searcher"}),
     ],
 )
 def test_exactly_what_a_phase_reads_is_fingerprinted(phase, tmp_path, kind, every, inputs):

@@ -116,6 +116,27 @@ def test_an_evaluation_holds_an_engine_only():
     assert sorted(found) == ["cache, 1 candidate", plan.SAMPLED]
 
 
+def with_searcher():
+    """An evaluation in which a larger model plays the Searcher."""
+    config = make_config(Kind.EVALUATE)
+    config.model.searcher = "teacher"
+    return config
+
+
+def test_a_searcher_of_its_own_is_held_beside_the_team():
+    """It has five layers instead of three, and nothing else is larger."""
+    found = make_plan(with_searcher())
+    kinds = plan.memory(found)
+    alone = plan.memory(make_plan(make_config(Kind.EVALUATE)))
+    assert {kind: size for kind, size in kinds.items() if kind in alone} == alone
+    assert kinds.keys() - alone.keys() == {"engine's weights, Searcher", "cache, 1 candidate, Searcher"}
+    cache, own = kinds["cache, 1 candidate"], kinds["cache, 1 candidate, Searcher"]
+    assert 1.6 * cache < own < 1.7 * cache
+    assert all(map(plan.is_engines, kinds))
+    around = plan.beside(found, sampling=True, arguments={plan.SAMPLED, "cache, 1 candidate"})
+    assert around == own + kinds["engine's weights, Searcher"]
+
+
 def test_a_supervised_phase_samples_nothing_unless_it_is_validated():
     config = make_config(Kind.SUPERVISED)
     assert sorted(plan.memory(make_plan(config))) == sorted([plan.ADAM, plan.GRADIENT, plan.MASTER])
@@ -166,3 +187,13 @@ def test_programs_of_a_step(real):
 def test_an_evaluation_compiles_the_one_candidate_lane():
     found = plan.programs(make_plan(make_config(Kind.EVALUATE), devices=True))
     assert [p.name for p in found] == ["prefill, 8 × 1", "decode, 8 × 1", "copy, 8 × 1", "commit, 8 × 1"]
+
+
+def test_programs_of_a_searcher_of_its_own_are_those_of_its_sizes():
+    found = {p.name: p for p in plan.programs(make_plan(with_searcher(), devices=True))}
+    assert list(found)[4:] == [f"{name}, Searcher" for name in list(found)[:4]]
+    decode, own = found["decode, 8 × 1"], found["decode, 8 × 1, Searcher"]
+    assert (decode.model.num_layers, own.model.num_layers) == (3, 5) and own.lane == decode.lane
+    kinds = plan.memory(make_plan(with_searcher()))
+    assert own.beside == kinds[plan.SAMPLED] + kinds["cache, 1 candidate"]
+    assert own.work.model > decode.work.model

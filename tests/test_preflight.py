@@ -79,8 +79,11 @@ def test_an_evaluation_needs_its_own_inputs_only(named, tmp_path):
     phase.model.init = "random"
     preflight.check({"": phase}, Kind.EVALUATE)
     phase.data.test, phase.model.init = (str(tmp_path / "test.jsonl"),), str(tmp_path)
-    test, init = problems({"": phase}, Kind.EVALUATE)
+    phase.model.searcher = str(tmp_path / "absent")
+    test, init, searcher = problems({"": phase}, Kind.EVALUATE)
     assert test.startswith("- config.data.test = (") and init.startswith("- config.model.init = ")
+    assert searcher.startswith(f"- config.model.searcher = '{tmp_path}/absent': ")
+    assert "neither a Hugging Face folder (no config.json) nor a run" in searcher
 
 
 def test_a_prepared_set_and_a_manifest_must_be_there(named, tmp_path):

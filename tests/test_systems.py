@@ -186,7 +186,7 @@ def test_advantages_of_a_tree():
 def test_the_systems_of_the_comparison_are_there():
     named = """c_mas h_mas stage1 stage2 searcher_grpo searcher_grpo_workflow base_teacher no_searcher_loss
         prompted_critic search_r1 tree_grpo leader_only answerer_only no_bonus beta
-        stage1_in_hierarchy matched_budget no_retriever"""
+        stage1_in_hierarchy teacher_as_searcher matched_budget no_retriever"""
     assert sorted(named.split()) == FULL_SCALE
     small = set(dict(mini_systems.phases()))
     assert {name for name in FULL_SCALE if name != "beta"} | set(mini_systems.BETAS) <= small
@@ -226,6 +226,8 @@ def test_models_of_the_full_scale_systems():
     assert found["base_teacher"] == (base, base, base)
     assert found["stage1_in_hierarchy"] == (stage1, "", "")
     assert found["matched_budget"] == found["no_retriever"] == ("runs/stage2", "", "")
+    assert found["teacher_as_searcher"] == ("runs/stage2", "", "")
+    assert {name: m.searcher for name, m in models.items() if m.searcher} == {"teacher_as_searcher": stage1}
 
 
 def test_a_matched_budget_is_the_cascades():
@@ -242,6 +244,10 @@ def test_a_named_system_brings_what_it_needs():
     assert list(phases(mini_systems.get_config("c_mas"))) == ["facts", "warmup", "c_mas"]
     matched = phases(mini_systems.get_config("matched_budget"))
     assert list(matched) == ["facts", "warmup", "stage1", "stage2", "matched_budget"]
+    mixed = phases(mini_systems.get_config("teacher_as_searcher"))
+    assert list(mixed) == ["facts", "warmup", "stage1", "stage2", "teacher_as_searcher"]
+    model = mixed["teacher_as_searcher"].model
+    assert (model.init, model.searcher) == ("runs/systems/stage2", "runs/systems/stage1")
     with pytest.raises(ConfigError, match=r"no system 'critic', expected one of facts, warmup, stage1, "):
         mini_systems.get_config("critic")
 

@@ -189,22 +189,25 @@ def files_fingerprint(folder: epath.PathLike) -> str:
     return digest.hexdigest()[:16]
 
 
-def check_compatible(student: Tokens, teacher: Tokens, student_vocab: int, teacher_vocab: int):
-    """Checks that a teacher (or reference) can score the student's ids.
+def check_compatible(
+    student: Tokens, other: Tokens, student_vocab: int, other_vocab: int, name: str = "teacher"
+) -> None:
+    """Checks that a frozen model can score the student's ids, or play beside it.
 
     Args:
-      student, teacher: the two checkpoints' tokens.
-      student_vocab, teacher_vocab: width of their logits, padding included.
+      student, other: the two checkpoints' tokens.
+      student_vocab, other_vocab: width of their logits, padding included.
+      name: what the other one is.
 
     Raises:
       Refusal: names the fields that differ, both values, and what to change.
     """
     ours = student.fingerprint | {"padded vocabulary": student_vocab}
-    theirs = teacher.fingerprint | {"padded vocabulary": teacher_vocab}
-    differences = [f"{k}: student {ours[k]!r}, teacher {theirs[k]!r}" for k in ours if ours[k] != theirs[k]]
+    theirs = other.fingerprint | {"padded vocabulary": other_vocab}
+    differences = [f"{k}: student {ours[k]!r}, {name} {theirs[k]!r}" for k in ours if ours[k] != theirs[k]]
     if differences:
         raise Refusal(
-            f"Student and teacher differ in {'; '.join(differences)}; expected the same. Use a teacher "
+            f"Student and {name} differ in {'; '.join(differences)}; expected the same. Use a {name} "
             "trained from the student's base model, with its tokenizer, chat template and "
             "generation_config.json."
         )

@@ -1,7 +1,8 @@
-"""Runs many workflows over one engine and one retriever, and keeps their conversations as rows."""
+"""Runs many workflows over one engine, or two, and one retriever, and keeps their conversations as rows."""
 
 import collections
 import hashlib
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -191,7 +192,7 @@ class _Searches:
         return answered
 
 
-def alive_workflows(rollout: RolloutConfig, workflow: Workflow) -> int:
+def alive_workflows(rollout: RolloutConfig, workflow: Workflow, own_searcher: bool = False) -> int:
     """Returns how many workflows may hold caches at once so that none is ever given up for lack of a place.
 
     A workflow holds the cache of whoever speaks or waits for documents, and in a hierarchy the Leader's
@@ -200,9 +201,12 @@ def alive_workflows(rollout: RolloutConfig, workflow: Workflow) -> int:
     conversation needs a slot: either a slot, or a place to park who is idle in one. If all slots speak, it
     waits, and the first turn to end leaves an idle slot. Without parking places (Q = 0) nobody ever moves,
     and the last group may be taken too.
+
+    With `own_searcher` there are two such engines, and of a workflow each holds one cache at most: the
+    Leader's or the Answerer's here, the Searcher's there. What is said above is then true of each.
     """
     groups = rollout.conversations + rollout.parked - (1 if rollout.parked else 0)
-    return max(1, groups // (2 if workflow is Workflow.HIERARCHY else 1))
+    return max(1, groups // (2 if workflow is Workflow.HIERARCHY and not own_searcher else 1))
 
 
 class Driver:
@@ -210,11 +214,12 @@ class Driver:
 
     Args:
       engine: samples the turns.
+      searcher: samples those of the Searcher, with weights of its own; None: `engine` does.
       retriever: answers the searches, `k` documents each.
       renderer: turns environment messages into ids.
       tokens: decodes sampled turns.
       row_tokens: a turn that might pass this length is not sampled (`Stop.CONTEXT`).
-      alive: workflows that hold caches of the engine at once, see `alive_workflows`.
+      alive: workflows that hold caches of an engine at once, see `alive_workflows`.
       seed: enters every sampling key.
     """
 
@@ -225,12 +230,14 @@ class Driver:
         renderer: Renderer,
         tokens: Tokens,
         *,
+        searcher: Engine | None = None,
         k: int,
         row_tokens: int,
         alive: int,
         seed: int,
     ):
-        self._engine, self.retriever, self._renderer, self._tokens = engine, retriever, renderer, tokens
+        self._engines = (engine,) if searcher is None else (engine, searcher)
+        self.retriever, self._renderer, self._tokens = retriever, renderer, tokens
         self._k, self._row_tokens, self._alive, self._seed = k, row_tokens, alive, seed
 
     def run(self, workflow: WorkflowFactory, tasks: Sequence[Task]) -> list[Episode]:
@@ -284,13 +291,12 @@ class Driver:
             prompt = self._prompt(transcript, request)
             if len(transcript.conversation.ids) + len(prompt) + request.max_tokens <= self._row_tokens:
                 transcript.add_prompt(prompt)
-                self._engine.submit(
-                    Ticket(transcript.conversation, self._keys(live, request), request.max_tokens)
-                )
+                ticket = Ticket(transcript.conversation, self._keys(live, request), request.max_tokens)
+                self._engine_of(request.role).submit(ticket)
                 sampling[id(transcript.conversation)] = live
                 return
             live.sessions[request.session] = [transcript.fork() for _ in range(request.candidates)]
-            self._engine.release(transcript.conversation)
+            self._engine_of(request.role).release(transcript.conversation)
             live.resume((Turn("", Stop.CONTEXT),) * request.candidates)
         if live.request is None:
             self._release(live, None)
@@ -303,7 +309,11 @@ class Driver:
             speaks = speaking is not None and session == speaking.session
             waits = speaking is not None and speaking.role is Role.SEARCHER and transcript.role is Role.LEADER
             if not (speaks or waits):
-                self._engine.release(transcript.conversation)
+                self._engine_of(transcript.role).release(transcript.conversation)
+
+    def _engine_of(self, role: Role) -> Engine:
+        """Returns who samples a role's turns: the last one is, or samples for, the Searcher."""
+        return self._engines[-1 if role is Role.SEARCHER else 0]
 
     def _prompt(self, transcript: _Transcript, request: SampleRequest) -> list[int]:
         if not transcript.conversation.ids:
@@ -321,9 +331,9 @@ class Driver:
         )
 
     def _sample(self, sampling: dict[int, _Live]) -> list[_Live]:
-        """Takes the finished turns from the engine; returns the workflows that go on with them."""
+        """Takes the finished turns from the engines; returns the workflows that go on with them."""
         ready = []
-        for ticket, samples in self._engine.step():
+        for ticket, samples in itertools.chain.from_iterable(engine.step() for engine in self._engines):
             live = sampling.pop(id(ticket.conversation))
             prompt = len(ticket.conversation.ids)
             self._record(live, samples)

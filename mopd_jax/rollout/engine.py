@@ -289,7 +289,7 @@ class Engine:
                 row=team.row_tokens,
                 turn=team.answerer_tokens,
             )
-        self._model, self._shardings = model, sharding.param_shardings(model, mesh)
+        self.model, self._shardings = model, sharding.param_shardings(model, mesh)
         self._cast = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(model.config.dtype), tree))
         self._params = None
         self._usage = Usage()
@@ -326,8 +326,8 @@ class Engine:
 
     def abstract_params(self):
         """Returns the shapes and the layout of the engine's weights."""
-        shapes = sharding.abstract_params(self._model)
-        cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self._model.config.dtype), shapes)
+        shapes = sharding.abstract_params(self.model)
+        cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self.model.config.dtype), shapes)
         return sharding.laid_out(cast, self._shardings)
 
     def abstract_states(self) -> dict[int, SamplerState]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from mopd_jax.config import Chain, Config, Kind, phases
 from mopd_jax.learn.packing import micro_batch_rows
 from mopd_jax.model import sharding
+from mopd_jax.model.qwen3 import Qwen3Config
 from mopd_jax.published import CHIPS, Chip
 from mopd_jax.rollout.driver import alive_workflows
 from mopd_jax.run.estimate import (
@@ -152,28 +153,39 @@ def _learning_seconds(plan: Plan, chip: Chip, rows: list[Rows]) -> dict[str, flo
 
 
 def _sampling_seconds(plan: Plan, chip: Chip, workflows: int) -> dict[str, float]:
-    """Prefill is bound by products; decode by reading the weights and a full cache once per step."""
+    """Prefill is bound by products; decode by reading the weights and a full cache once per step. An engine
+    of the Searcher's own takes a step whenever the other does."""
     team, model, capacities = plan.config.team, plan.student.config, lanes(plan.engine)
     candidates = max(capacities)
     rows = workflow_rows(team, candidates)
     answer = rows.pop("answerer", Rows(0, 0, 0))
+    prompts = {role: r.count * (r.length - r.generated) for role, r in rows.items()}
+    prompts["answerer"] = answer.length - answer.generated
+    products = sum(2 * layer_weights(_speaker(plan, role)) * tokens for role, tokens in prompts.items())
     each = max(1, workflows * HOST_DEVICES / max(HOST_DEVICES, plan.mesh.size))
-    prompts = (
-        sum(r.count * (r.length - r.generated) for r in rows.values()) + answer.length - answer.generated
-    )
     # One conversation of a workflow decodes at a time.
-    speaking = min(capacities[1].groups, alive_workflows(plan.config.rollout, team.workflow))
+    speaking = min(
+        capacities[1].groups, alive_workflows(plan.config.rollout, team.workflow, plan.searcher is not None)
+    )
     turns = sum(r.count * r.generated for r in rows.values())
+    turn_steps = max(1, each / speaking) * turns
     steps = [
-        (capacities[1], max(1, each / speaking) * turns),
-        (capacities[candidates], max(1, each / capacities[candidates].groups) * answer.generated),
+        (model, capacities[1], turn_steps),
+        (model, capacities[candidates], max(1, each / capacities[candidates].groups) * answer.generated),
     ]
-    read = sum(count * decode_bytes(model, lane, plan.cache_itemsize) for lane, count in steps)
+    if plan.searcher:
+        steps.append((plan.searcher.model.config, lanes(plan.searcher)[1], turn_steps))
+    read = sum(count * decode_bytes(c, lane, plan.cache_itemsize) for c, lane, count in steps)
     devices = plan.config.mesh.rollout_tensor
     return {
-        "prefill": 2 * layer_weights(model) * each * prompts / (devices * chip.flops * FLOPS_SHARE),
+        "prefill": products * each / (devices * chip.flops * FLOPS_SHARE),
         "decode": read / (devices * chip.bandwidth * BANDWIDTH_SHARE),
     }
+
+
+def _speaker(plan: Plan, role: str) -> Qwen3Config:
+    """Returns the sizes of the model that plays a role."""
+    return plan.searcher.model.config if plan.searcher and role == "searcher" else plan.student.config
 
 
 def _assumptions(chip: str) -> str:

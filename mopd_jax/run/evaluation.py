@@ -14,8 +14,9 @@ from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.cache import CachedSearch
 from mopd_jax.retrieval.search import Retriever
 from mopd_jax.rollout.driver import Driver, Task, WorkflowFactory
-from mopd_jax.run import hosts
+from mopd_jax.run import hosts, parts
 from mopd_jax.run.episode_metrics import first_answer_em
+from mopd_jax.run.parts import Team
 from mopd_jax.run.results import Conditions, Record, Result
 from mopd_jax.team.episode import Episode, Question
 
@@ -80,6 +81,22 @@ def take_cache_hits(retriever: CachedSearch) -> dict[str, float]:
     return {"search/cache_hits": known / asked} if asked else {}
 
 
+def load_team(config: Config) -> Team:
+    """Returns the team that is evaluated, with its weights: those of `model.init`, and for the Searcher those
+    of `model.searcher`, where there are any.
+
+    Raises:
+      Refusal: see `parts.open_beside` and `parts.make_team`.
+    """
+    policy, spec = parts.open_model(config.model.init, config), config.model.searcher
+    searcher = parts.open_beside(policy, spec, config, "Searcher") if spec else None
+    team = parts.make_team(config, policy, 1, searcher)
+    for engine, opened in ((team.engine, policy), (team.searcher, searcher)):
+        if engine:
+            engine.load(parts.load_params(opened, team.mesh, config.model.rollout, config.run.seed))
+    return team
+
+
 def evaluate_team(
     system: str,
     config: Config,
@@ -93,7 +110,7 @@ def evaluate_team(
     Args:
       system: name of the result.
       config: limits and documents per search, which the result carries.
-      driver: over an engine that holds the weights to be evaluated.
+      driver: over engines that hold the weights to be evaluated.
       workflow: samples one answer per request.
       questions: all of them are asked, whatever the number of slots; processes share them out.
       attempts: independent attempts per question.

@@ -84,12 +84,11 @@ def _fit_row(fit: Fit, chip: Chip) -> list[str]:
 def format_sampling(fits: Sequence[Fit], plan: Plan, chip: Chip) -> list[str]:
     """Returns a line per decode program: temporaries against the cache, bytes against the floor, and what
     candidates save by sharing their prefix."""
-    lines, model = [], plan.student.config
-    itemsize = plan.cache_itemsize
+    lines, itemsize = [], plan.cache_itemsize
     for fit in fits:
         if fit.program.lane is None or fit.refused or not fit.program.name.startswith("decode"):
             continue
-        lane, devices = fit.program.lane, fit.program.devices
+        lane, model, devices = fit.program.lane, fit.program.model, fit.program.devices
         cache, copies = (f(model, lane, itemsize) / devices for f in (cache_bytes, copied_cache_bytes))
         floor = decode_bytes(model, lane, itemsize) / devices
         lines.append(

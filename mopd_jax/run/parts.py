@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from mopd_jax.checks import samples, sources_read
 from mopd_jax.config import (
     MINIATURE,
-    MODEL_FIELDS,
     RANDOM,
     SCRIPTED,
     Backend,
@@ -151,7 +150,8 @@ def files_read(config: Config, kind: Kind) -> Iterator[tuple[str, str]]:
 
 def models_read(config: Config, kind: Kind) -> Iterator[tuple[str, str]]:
     """Yields (field, spelling) for every model that a phase does not draw at random."""
-    for name in ("init",) if kind is Kind.EVALUATE else MODEL_FIELDS:
+    trained = ("init", "teacher", "reference", "judge")
+    for name in ("init", "searcher") if kind is Kind.EVALUATE else trained:
         spec = getattr(config.model, name)
         if spec not in ("", RANDOM, SCRIPTED):
             yield f"model.{name}", spec
@@ -273,17 +273,26 @@ def load_frozen(config: Config, student: Opened, mesh: Mesh) -> dict[str, Frozen
     """Returns teacher and reference by their spelling in the config; one that is both is loaded once.
 
     Raises:
-      Refusal: its tokenizer, template, stop tokens, vocabulary or team differ from the student's.
+      Refusal: see `open_beside`.
     """
     frozen = {}
     for spec in frozen_specs(config):
-        opened = open_model(spec, config)
-        check_compatible(
-            student.tokens, opened.tokens, student.model.config.vocab_size, opened.model.config.vocab_size
-        )
-        check_language(opened.folder, config.team)
+        opened = open_beside(student, spec, config, "teacher")
         frozen[spec] = Frozen(opened.model, load_params(opened, mesh, config.model.frozen, config.run.seed))
     return frozen
+
+
+def open_beside(student: Opened, spec: str, config: Config, name: str) -> Opened:
+    """Returns a model that scores the student's ids or plays in its team; `name` says which, in refusals.
+
+    Raises:
+      Refusal: its tokenizer, template, stop tokens, vocabulary or team differ from the student's.
+    """
+    opened = open_model(spec, config)
+    sizes = student.model.config.vocab_size, opened.model.config.vocab_size
+    check_compatible(student.tokens, opened.tokens, *sizes, name)
+    check_language(opened.folder, config.team)
+    return opened
 
 
 def export(folder: epath.PathLike, student: Opened, params: Any, team: TeamConfig) -> None:
@@ -307,7 +316,7 @@ def language(team: TeamConfig) -> dict[str, str]:
 
 
 def check_language(folder: epath.Path, team: TeamConfig) -> None:
-    """Refuses a teacher that was trained with another Searcher prompt or tool format.
+    """Refuses a teacher or Searcher that was trained with another Searcher prompt or tool format.
 
     A folder that no run of ours wrote says nothing about it, and passes.
 
@@ -319,7 +328,7 @@ def check_language(folder: epath.Path, team: TeamConfig) -> None:
         if ours != theirs:
             raise Refusal(
                 f"{folder} was trained with another wording of {name!r}: {theirs!r}, here it is {ours!r}. "
-                "A teacher must know the Searcher's prompt and tool format: set team.wording as it was there."
+                "It must know the Searcher's prompt and tool format: set team.wording as it was there."
             )
 
 
@@ -332,32 +341,38 @@ def random_sizes(config: Config, vocab_size: int) -> Qwen3Config:
 
 @dataclass(frozen=True)
 class Team:
-    """What plays the roles: an engine on devices of this process, and the driver over it."""
+    """What plays the roles: an engine on devices of this process, or two, and the driver over them."""
 
     engine: Engine
     retriever: CachedSearch
     driver: Driver
     mesh: Mesh
-    """Of the engine."""
+    """Of the engines."""
+    searcher: Engine | None = None
+    """Plays the Searcher; None: `engine` does."""
 
 
-def make_team(config: Config, policy: Opened, candidates: int) -> Team:
-    """Returns the team without weights: `engine.load` gives it some.
+def make_team(config: Config, policy: Opened, candidates: int, searcher: Opened | None = None) -> Team:
+    """Returns the team without weights: `load` of its engines gives it some.
 
     Args:
       config: sizes of lanes and rows, retriever, seed.
       policy: its network, computed in `model.rollout` precision, and its tokens.
       candidates: answers per request in training (1 for evaluation alone).
+      searcher: plays the Searcher with weights of its own; its tokens are the policy's.
 
     Raises:
-      Refusal: rows are longer than the model's positions, or too short for a role's first turn.
+      Refusal: rows are longer than a model's positions, or too short for a role's first turn.
     """
-    check_positions(config.team, policy)
+    for opened in (policy, searcher) if searcher else (policy,):
+        check_positions(config.team, opened)
     _check_openings(config, make_renderer(config, policy.tokens))
     mesh = sharding.local_mesh(config.mesh.rollout_tensor)
-    engine = make_engine(config, policy.model, policy.tokens.eos_ids, candidates, mesh)
+    eos_ids = policy.tokens.eos_ids
+    engine = make_engine(config, policy.model, eos_ids, candidates, mesh)
+    own = make_engine(config, searcher.model, eos_ids, 1, mesh) if searcher else None
     retriever = make_retriever(config)
-    return Team(engine, retriever, make_driver(config, engine, policy.tokens, retriever), mesh)
+    return Team(engine, retriever, make_driver(config, engine, policy.tokens, retriever, own), mesh, own)
 
 
 def check_positions(team: TeamConfig, opened: Opened) -> None:
@@ -370,16 +385,19 @@ def check_positions(team: TeamConfig, opened: Opened) -> None:
         )
 
 
-def make_driver(config: Config, engine: Engine, tokens: Tokens, retriever: Retriever) -> Driver:
-    """Returns what runs workflows over an engine of `make_engine` and one retriever."""
+def make_driver(
+    config: Config, engine: Engine, tokens: Tokens, retriever: Retriever, searcher: Engine | None = None
+) -> Driver:
+    """Returns what runs workflows over engines of `make_engine`, see `Driver`, and one retriever."""
     return Driver(
         engine,
         retriever,
         make_renderer(config, tokens),
         tokens,
+        searcher=searcher,
         k=config.retrieval.k,
         row_tokens=config.team.row_tokens,
-        alive=alive_workflows(config.rollout, config.team.workflow),
+        alive=alive_workflows(config.rollout, config.team.workflow, searcher is not None),
         seed=config.run.seed,
     )
 

@@ -33,6 +33,8 @@ EOS_IDS = (151_643, 151_645)
 
 MASTER, ADAM, GRADIENT = "master weights", "Adam moments", "gradient"
 SAMPLED = "engine's weights"
+SEARCHER = ", Searcher"
+"""Behind the kinds and programs of the Searcher's engine, where it has its own."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ def assumed_sizes(name: str) -> Sizes:
 
 def model_sizes(config: Config, earlier: Mapping[str, Sizes], assumed: Sizes) -> dict[str, Sizes]:
     """Returns the sizes of every model of a phase by its spelling in the config, see `find_sizes`."""
-    specs = dict.fromkeys([config.model.init, *parts.frozen_specs(config), *parts.judge_specs(config)])
-    return {spec: find_sizes(spec, config, earlier, assumed) for spec in specs}
+    model = config.model
+    specs = [model.init, *parts.frozen_specs(config), *parts.judge_specs(config), model.searcher]
+    return {spec: find_sizes(spec, config, earlier, assumed) for spec in dict.fromkeys(specs) if spec}
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,14 @@ class Plan:
     """None where nothing is scored."""
     engine: Engine | None
     """None where nothing is sampled."""
+    searcher: Engine | None
+    """Of the Searcher alone; None where `engine` samples for it too."""
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """The engines by what stands behind the names of their kinds of memory and their programs."""
+        named = {"": self.engine, SEARCHER: self.searcher}
+        return {whose: engine for whose, engine in named.items() if engine}
 
     @property
     def cache_itemsize(self) -> int:
@@ -122,6 +133,11 @@ def make_plan(
     updates = config.train.steps * learn.updates_per_batch
     samples = kind is not Kind.SUPERVISED or config.eval.every > 0
     candidates = 1 if kind is Kind.EVALUATE else config.team.candidates
+
+    def engine(model: Qwen3, candidates: int) -> Engine:
+        return parts.make_engine(config, model, EOS_IDS, candidates, rollout_mesh)
+
+    searcher = config.model.searcher
     return Plan(
         config,
         student,
@@ -130,7 +146,8 @@ def make_plan(
         frozen=frozen,
         judge=next((_frozen(sizes[spec].model, config, mesh) for spec in parts.judge_specs(config)), None),
         scorer=Scorer(student, frozen, learn.logit_chunk, mesh) if kind is Kind.REINFORCE else None,
-        engine=parts.make_engine(config, student, EOS_IDS, candidates, rollout_mesh) if samples else None,
+        engine=engine(student, candidates) if samples else None,
+        searcher=engine(parts.make_model(sizes[searcher].model, config.model), 1) if searcher else None,
     )
 
 
@@ -162,10 +179,10 @@ def memory(plan: Plan) -> dict[str, int]:
         kinds[f"frozen {spec}"] = device_bytes(model.params)
     if plan.judge:
         kinds["judge"] = device_bytes(plan.judge.params)
-    if plan.engine:
-        kinds[SAMPLED] = device_bytes(plan.engine.abstract_params())
-        for candidates, state in plan.engine.abstract_states().items():
-            kinds[_cache(candidates)] = device_bytes(state.cache)
+    for whose, engine in plan.engines.items():
+        kinds[SAMPLED + whose] = device_bytes(engine.abstract_params())
+        for candidates, state in engine.abstract_states().items():
+            kinds[_cache(candidates) + whose] = device_bytes(state.cache)
     return kinds
 
 
@@ -187,7 +204,7 @@ def beside(plan: Plan, sampling: bool, arguments: set[str]) -> int:
 
 def is_engines(kind: str) -> bool:
     """Whether a kind of `memory` is there only while the engine samples."""
-    return kind == SAMPLED or kind.startswith("cache")
+    return kind.startswith((SAMPLED, "cache"))
 
 
 def _cache(candidates: int) -> str:
@@ -208,7 +225,9 @@ class Program:
     beside: int
     """Bytes on a device that it runs beside, see `beside`."""
     lane: Lane | None = None
-    """Of one of the engine's programs."""
+    """Of one of an engine's programs."""
+    model: Qwen3Config | None = None
+    """Of one of an engine's programs."""
 
 
 def lanes(engine: Engine) -> dict[int, Lane]:
@@ -235,8 +254,8 @@ def programs(plan: Plan) -> Iterator[Program]:
     """
     if plan.engine and plan.learner:
         yield _cast_program(plan)
-    if plan.engine:
-        yield from _sampling_programs(plan)
+    for whose in plan.engines:
+        yield from _sampling_programs(plan, whose)
     if plan.scorer:
         yield _score_program(plan)
     if plan.learner:
@@ -249,19 +268,19 @@ def _cast_program(plan: Plan) -> Program:
     return Program("hand-over: cast", lowered, plan.mesh.size, Work(0, 0), around)
 
 
-def _sampling_programs(plan: Plan) -> Iterator[Program]:
-    rollout, model = plan.config.rollout, plan.student.config
-    capacities = lanes(plan.engine)
-    for (candidates, name), lowered in plan.engine.lower().items():
+def _sampling_programs(plan: Plan, whose: str) -> Iterator[Program]:
+    rollout, engine = plan.config.rollout, plan.engines[whose]
+    model, capacities = engine.model.config, lanes(engine)
+    for (candidates, name), lowered in engine.lower().items():
         lane = capacities[candidates]
         work = {
             "prefill": prefill_work(model, rollout.prefill_rows, rollout.prefill_tokens, lane.history),
             "decode": decode_work(model, lane),
         }.get(name, Work(0, 0))
-        weights = {SAMPLED} if name in ("prefill", "decode") else set()
-        around = beside(plan, sampling=True, arguments={_cache(candidates)} | weights)
-        title = f"{name}, {lane.groups} × {candidates}"
-        yield Program(title, lowered, plan.config.mesh.rollout_tensor, work, around, lane)
+        weights = {SAMPLED + whose} if name in ("prefill", "decode") else set()
+        around = beside(plan, sampling=True, arguments={_cache(candidates) + whose} | weights)
+        title = f"{name}, {lane.groups} × {candidates}{whose}"
+        yield Program(title, lowered, plan.config.mesh.rollout_tensor, work, around, lane, model)
 
 
 def _rows(packed: Packed) -> Rows:

@@ -12,7 +12,7 @@ from mopd_jax.retrieval.search import Document
 
 
 class Role(enum.Enum):
-    """Who speaks; one model plays all of a workflow's roles."""
+    """Who speaks; one model plays all of a workflow's roles, unless the Searcher has one of its own."""
 
     LEADER = "leader"
     SEARCHER = "searcher"
