@@ -214,10 +214,10 @@ class Driver:
 
     Args:
       engine: samples the turns.
-      searcher: samples those of the Searcher, with weights of its own; None: `engine` does.
       retriever: answers the searches, `k` documents each.
       renderer: turns environment messages into ids.
       tokens: decodes sampled turns.
+      searcher: samples the Searcher's turns, from weights of its own; None: `engine` does.
       row_tokens: a turn that might pass this length is not sampled (`Stop.CONTEXT`).
       alive: workflows that hold caches of an engine at once, see `alive_workflows`.
       seed: enters every sampling key.

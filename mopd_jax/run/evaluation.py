@@ -90,7 +90,7 @@ def load_team(config: Config) -> Team:
     """
     policy, spec = parts.open_model(config.model.init, config), config.model.searcher
     searcher = parts.open_beside(policy, spec, config, "Searcher") if spec else None
-    team = parts.make_team(config, policy, 1, searcher)
+    team = parts.make_team(config, policy, candidates=1, searcher=searcher)
     for engine, opened in ((team.engine, policy), (team.searcher, searcher)):
         if engine:
             engine.load(parts.load_params(opened, team.mesh, config.model.rollout, config.run.seed))
