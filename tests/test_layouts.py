@@ -1,5 +1,6 @@
 """Every compiled program lies as the table says: no constraint was dropped without a word."""
 
+import math
 import re
 
 import jax
@@ -14,7 +15,7 @@ from mopd_jax.learn.packing import Packed
 from mopd_jax.learn.score import Frozen, Scorer
 from mopd_jax.model import sharding
 from mopd_jax.model.cache import CACHE_AXES
-from mopd_jax.rollout.sampler import Sampler
+from mopd_jax.rollout.sampler import BLOCKS, Sampler
 from tests.tiny_qwen3 import make_model
 
 B, T, M = 8, 10, 6
@@ -124,6 +125,18 @@ def test_the_cache_stays_where_it_lies(model, program):
     assert_lies(compiled.output_shardings.cache, by_axes, state.cache)
     if program == "decode":  # extending reads no head
         assert_lies(held, layout(params), params)
+
+
+def test_no_device_holds_the_logits_of_the_whole_vocabulary():
+    """Each draws from its own part of it."""
+    vocabulary, slots, local = 7 * BLOCKS, 4 * 3, sharding.local_mesh(2)
+    model = make_model(vocab_size=vocabulary)
+    params = with_layout(sharding.abstract_params(model), sharding.param_shardings(model, local))
+    sampler = Sampler(model, (1,), 4, local)
+    state = sampler.abstract_state(groups=4, candidates=3, history=24, turn=8)
+    compiled = sampler.lower(state, params, rows=2, tokens=8)["decode"].compile()
+    sizes = {math.prod(shape) for shape in shapes_in(compiled)}
+    assert slots * vocabulary // 2 in sizes and slots * vocabulary not in sizes
 
 
 def test_parking_places_are_neither_copied_nor_read_to_decode(model):

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mopd_jax.rollout.sampler import BLOCK, Sampler, SamplerState, draw
+from mopd_jax.rollout.sampler import BLOCKS, Sampler, SamplerState, draw
 from tests import engines
 from tests.engines import CANDIDATES, ROLLOUT, keys
 from tests.tiny_qwen3 import packed
 
-VOCABULARIES = (1, 37, BLOCK, 3 * BLOCK - 100)
+VOCABULARIES = (1, 37, BLOCKS, 11 * BLOCKS - 100)
 ALMOST_ONE = np.nextafter(np.float32(1), np.float32(0))
 
 jitted_draw = jax.jit(draw)
@@ -73,8 +73,8 @@ def test_uniforms_at_both_ends():
     logits = np.array([-np.inf, 0, 1, 2, -np.inf], np.float32)
     ids, _ = jitted_draw(repeat(logits, 2), jnp.array([0, ALMOST_ONE], jnp.float32))
     assert ids.tolist() == [1, 3]
-    flat, _ = jitted_draw(repeat(np.zeros(3 * BLOCK - 100), 2), jnp.array([0, ALMOST_ONE], jnp.float32))
-    assert flat.tolist() == [0, 3 * BLOCK - 101]
+    flat, _ = jitted_draw(repeat(np.zeros(11 * BLOCKS - 100), 2), jnp.array([0, ALMOST_ONE], jnp.float32))
+    assert flat.tolist() == [0, 11 * BLOCKS - 101]
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)

@@ -20,8 +20,9 @@ from mopd_jax.model import cache, qwen3, sharding
 from mopd_jax.model.cache import KVCache
 from mopd_jax.model.qwen3 import Qwen3
 
-BLOCK = 512
-"""Vocabulary entries per block of the two-level draw."""
+BLOCKS = 128
+"""Blocks of the two-level draw. They divide Qwen3's vocabulary (128 × 1,187) and go evenly over the devices
+of a host: each sums its own part, and none holds all weights."""
 
 
 @flax.struct.dataclass
@@ -75,12 +76,12 @@ def draw(logits_NV: jax.Array, uniforms_N: jax.Array) -> tuple[jax.Array, jax.Ar
     n, vocab = logits_NV.shape
     top = logits_NV.max(-1, keepdims=True)
     weights = jnp.exp(logits_NV - top)
-    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % BLOCK))).reshape(n, -1, BLOCK)
+    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % BLOCKS))).reshape(n, BLOCKS, -1)
     sums = blocks.sum(-1)
     total = sums.sum(-1)
     block, rest = _invert(sums, uniforms_N * total)
     inside, _ = _invert(jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0], rest)
-    ids = (block * BLOCK + inside).astype(jnp.int32)
+    ids = (block * blocks.shape[-1] + inside).astype(jnp.int32)
     logps = jnp.take_along_axis(logits_NV, ids[:, None], 1)[:, 0] - top[:, 0] - jnp.log(total)
     return ids, logps
 
