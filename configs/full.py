@@ -24,11 +24,10 @@ from mopd_jax.config import (
 
 BASE = "checkpoints/Qwen3-4B-Instruct-2507"
 MODELS = Models(base=BASE, stage1="runs/stage1", stage2="runs/stage2", judge=BASE)
-BENCHMARKS = (
-    *("nq:test", "triviaqa:test", "popqa:test", "hotpotqa:dev", "2wikimultihopqa:dev"),
-    *("musique:dev", "bamboogle:test"),
+BENCHMARKS = tuple(
+    "nq:test triviaqa:test popqa:test hotpotqa:dev 2wikimultihopqa:dev musique:dev bamboogle:test".split()
 )
-"""The seven sets that the team is evaluated on, each with the usual split of it [D]."""
+"""The seven sets that the team is evaluated on, of each the split that is usually asked [D]."""
 
 
 def prepared(*sets: str) -> tuple[str, ...]:

@@ -1,10 +1,12 @@
 """The whole method on the embedded world, on a laptop's CPU: nothing to download.
 
-Command:   python -m mopd_jax.train --config=configs/mini.py --config.run.dir=runs/mini
+Command:   GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python -m mopd_jax.train --config=configs/mini.py
+           (the variable lets Linux give large pages; it is slower without them)
 Phases:    facts, warmup (the base policy) → stage1 → stage2 → four evaluations, one table
 Hardware:  one CPU core is enough, two are faster
-Time:      17 and a half minutes on two cores (large pages, see README.md)
-Expected:  base C-MAS 12, base H-MAS 11–15, stage 1 40–45, stage 2 29–30 % avg@4 (two seeds, README.md)
+Time:      17 and a half minutes on two cores (measured, see README.md)
+Expected:  base C-MAS 11–12, base H-MAS 11–15, stage 1 40–45, stage 2 27–30 % avg@4 (measured: two seeds, one
+           of them twice, see README.md)
 """
 
 from dataclasses import dataclass, field, replace

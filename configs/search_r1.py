@@ -3,7 +3,7 @@
 Command:   python -m mopd_jax.train --config=configs/search_r1.py
 Hardware:  TPU v5e-64 or larger; a Search-R1 retrieval server at retrieval.url
 Time:      not measured by us: no such machine has run it yet
-Expected:  nothing is quoted: the paper's summary gives no figure for it
+Expected:  nothing is quoted: we know of no figure of the paper for it
 """
 
 from configs.full import full_scale

@@ -1,7 +1,8 @@
 """Stage 1, the teacher: C-MAS + RL. Searcher and Answerer learn from the outcome (GRPO), KL to the base.
 
 Command:   python -m mopd_jax.train --config=configs/stage1.py
-Hardware:  TPU v5e-64 or larger; a Search-R1 retrieval server at retrieval.url
+Needs:     data/ as docs/tpu.md makes it
+Hardware:  TPU v5e-64 or larger, or a v5e-16 as in docs/tpu.md; a Search-R1 retrieval server at retrieval.url
 Time:      not measured by us: no such machine has run it yet
 Expected:  macro avg@4 36.07 evaluated as C-MAS (quoted from the paper; 25.09 untrained)
 """

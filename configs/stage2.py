@@ -1,7 +1,8 @@
 """Stage 2, MultiAgent-OPD: Leader and Answerer by GRPO, the Searcher distilled from the stage-1 teacher.
 
 Command:   python -m mopd_jax.train --config=configs/stage2.py
-Hardware:  TPU v5e-64 or larger; a Search-R1 retrieval server at retrieval.url
+Needs:     runs/stage1; data/ as docs/tpu.md makes it
+Hardware:  TPU v5e-64 or larger, or a v5e-16 as in docs/tpu.md; a Search-R1 retrieval server at retrieval.url
 Time:      not measured by us: no such machine has run it yet
 Expected:  macro avg@4 38.68, pass@4 48.73, 5.39 searches per workflow (quoted from the paper)
 

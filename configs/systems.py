@@ -156,9 +156,9 @@ def stage1_in_hierarchy(config: Config, models: Models) -> Config:
 
 
 def teacher_as_searcher(config: Config, models: Models) -> Config:
-    """Stage 2's Leader and Answerer, and the teacher itself as their Searcher: what a Searcher distilled
-    without loss would give this team [D]. Two engines share the memory of one: instead of parking places for
-    Leaders, the Searchers have slots of their own."""
+    """Stage 2's Leader and Answerer with the teacher itself as their Searcher: as if it had been distilled
+    without loss [D]. The slots of the Searcher's engine take the memory of the parking places, of which two
+    engines need none."""
     config = evaluated(config, models.stage2, Workflow.HIERARCHY)
     config.model.searcher = models.stage1
     config.rollout.parked = 0

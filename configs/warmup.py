@@ -1,12 +1,11 @@
 """Supervised warm-up on your own conversations, for a model that does not yet speak the team's language.
 
-Command:   python -m mopd_jax.train --config=configs/warmup.py --config.run.dir=runs/warmup
+Command:   python -m mopd_jax.train --config=configs/warmup.py
+Needs:     data/demonstrations.jsonl, of `python -m tools.make_demonstrations` or your own in the same form
+           (mopd_jax/data/demonstrations.py)
 Hardware:  TPU v5e-64 or larger
 Time:      not measured by us: no such machine has run it yet
 Expected:  nothing is quoted: the paper trains without a warm-up, Qwen3-4B-Instruct follows the prompts
-
-Conversations come from `python -m tools.make_demonstrations` or from your own file of the same form
-(mopd_jax/data/demonstrations.py).
 """
 
 from dataclasses import replace
