@@ -95,12 +95,12 @@ class ModelConfig:
     compute: Precision = Precision.FLOAT32
     """Type of activations and matrix products (accumulated in float32) in learner and scorer."""
     frozen: Precision = Precision.FLOAT32
-    """Type in which teacher and reference weights are held."""
+    """Type in which the weights of teacher, reference and judge are held."""
     rollout: Precision = Precision.FLOAT32
     """Type of the sampler's weights and caches."""
     remat: Remat = Remat.MINIMAL
     """Recompute whole layers in the backward pass (FULL), or keep the outputs of their projections and
-    recompute the rest (MINIMAL): attention, norms, activations, which costs next to nothing."""
+    recompute the rest, i.e. attention, norms and activations (MINIMAL): more memory, less time."""
     attention: Attention = Attention.XLA
     """Attention of learner and scorer: plain XLA, or the TPU kernel that never holds the scores of a row
     (SPLASH; a CPU interprets it, slowly, for tests). Sampling has its own."""
@@ -193,7 +193,7 @@ class TeamConfig:
 
 @dataclass
 class RolloutConfig:
-    """The sampling engine of one process."""
+    """The sampling engine of one process, or each of its two, where `model.searcher` has its own."""
 
     conversations: int = 64
     """Slots of the one-candidate lane: conversations that speak at once."""

@@ -43,12 +43,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @functools.cache
 def _shares() -> np.ndarray:
-    """Returns how often a word up to each is drawn, in shares that add up to the last."""
+    """Returns the cumulative frequencies of the words, which fall as 1 / rank; the last is their sum."""
     return np.cumsum(1 / np.arange(1, VOCABULARY + 1))
 
 
 def _words(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Returns the numbers of random words, by their frequency."""
+    """Returns the numbers of words drawn at random by their frequency."""
     return np.searchsorted(_shares(), rng.random(count) * _shares()[-1])
 
 

@@ -4,10 +4,10 @@
     python -m tools.convert_checkpoint --from Qwen3-4B-Instruct-2507 --to gs://bucket/qwen3-4b
 
 A run's folder (its latest checkpoint, or that of --step) becomes a Hugging Face folder that transformers
-loads. A Hugging Face folder becomes one of the same files with an Orbax checkpoint in place of safetensors;
-`model.init`, `model.teacher` and `model.reference` take it like any other, each host reads only its own
-slices of it, and the first form of the command turns it back. What does not fit is refused before anything
-is written; the target appears whole or not at all.
+loads. A Hugging Face folder becomes one of the same files with an Orbax checkpoint in place of safetensors:
+every field of a config that names a model takes it like any other, each host reads only its own slices of
+it, and the first form of the command turns it back. What does not fit is refused before anything is
+written; the target appears whole or not at all.
 """
 
 import argparse

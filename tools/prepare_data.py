@@ -41,7 +41,7 @@ PUBLISHED = {
     ("musique", "dev"): 2417,
     ("bamboogle", "test"): 125,
 }
-"""Questions of the training sets and benchmarks, as FlashRAG publishes them [P]: a part shows as one."""
+"""Questions of the full-scale configs' sets, as FlashRAG publishes them; the report sets them beside ours."""
 
 SHOWN = 5
 """Examples of each finding that are printed; the report file has all."""

@@ -108,7 +108,7 @@ class Context(Protocol):
 PACKED = {Attention.XLA: attention.attend, Attention.SPLASH: splash.attend}
 """Choice → attention over packed rows: (q, k, v, segments) → out."""
 KEPT = {
-    # Of the products only attention's have batch dimensions; its scores would be most of what is kept.
+    # Only attention's products have batch dimensions: they are computed again, or scores would fill memory.
     Remat.MINIMAL: jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     Remat.FULL: jax.checkpoint_policies.nothing_saveable,
 }

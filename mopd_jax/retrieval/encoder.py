@@ -93,6 +93,7 @@ class Attention(nn.Module):
         q, k, v = (linear(name=n)(x_BTD).reshape(*x_BTD.shape[:2], N, H) for n in ("query", "key", "value"))
         scores = _product("btnh,bsnh->bnts", q, k, self.dtype) * H**-0.5
         weights = jax.nn.softmax(jnp.where(mask_BT[:, None, None], scores, -jnp.inf))
+        # Asked for "btnh", einsum would swap the operands, and a CPU is slower at that product.
         out = _product("bnts,bsnh->bnth", weights, v, self.dtype).swapaxes(1, 2)
         return linear(name="output")(out.reshape(x_BTD.shape))
 

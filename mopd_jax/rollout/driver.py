@@ -312,7 +312,7 @@ class Driver:
                 self._engine_of(transcript.role).release(transcript.conversation)
 
     def _engine_of(self, role: Role) -> Engine:
-        """Returns who samples a role's turns: the last one is, or samples for, the Searcher."""
+        """Returns the engine that samples a role's turns: the Searcher's is the last, its own or not."""
         return self._engines[-1 if role is Role.SEARCHER else 0]
 
     def _prompt(self, transcript: _Transcript, request: SampleRequest) -> list[int]:
