@@ -4,9 +4,9 @@ Command:   python -m mopd_jax.train --config=configs/mini_systems.py:searcher_gr
 Phases:    those that the named system needs, it and its evaluation; without a name, all there are.
            All share one folder, runs/systems: phases that are finished there are not run again.
 Hardware:  one CPU core is enough, two are faster
-Time:      not measured as a whole
+Time:      1 h 45 min for all of them on one core (docs/replication/report.md, before teacher_as_searcher)
 Judge:     a script, since the small model cannot judge; it sees no gold answer (data/miniature_judge.py)
-Expected:  no order of the systems is claimed: that needs many seeds
+Expected:  docs/replication/report.md for one seed; no order is claimed: that needs many
 """
 
 import copy
