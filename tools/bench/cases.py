@@ -54,6 +54,8 @@ class Scale:
     """Steps of the phases that make the policy whose episodes are recorded; empty: as `configs/mini.py`."""
     questions: int
     """Of one training step."""
+    recorded: int
+    """Questions whose episodes are recorded."""
     micro_batch_tokens: int
     """Of our learner and scorer."""
     loads: tuple[int, ...]
@@ -82,6 +84,7 @@ SCALES = {
         micro_batches=(1, 2, 4, 8),
         policy_steps={},
         questions=13,
+        recorded=2,
         micro_batch_tokens=1024,
         loads=(1, 2, 4, 8),
         matmul=2048,
@@ -105,6 +108,7 @@ SCALES = {
         micro_batches=(2,),
         policy_steps={"facts": 2, "warmup": 2},
         questions=1,
+        recorded=1,
         micro_batch_tokens=64,
         loads=(1, 2),
         matmul=64,

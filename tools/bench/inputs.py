@@ -159,7 +159,7 @@ def _make_policy(folder: Path, scale: Scale) -> None:
 
 
 def _record(folder: Path, scale: Scale) -> None:
-    """Lets that policy play one training step of stage 2 and keeps the rows that hold sampled tokens.
+    """Lets that policy play `recorded` questions as stage 2 does and keeps the rows that hold sampled tokens.
 
     All five candidates of an answer are kept, equal ones too, as a learner that pads would take them.
     """
@@ -167,7 +167,7 @@ def _record(folder: Path, scale: Scale) -> None:
     from mopd_jax.run import parts
     from tools.bench.miniature import tasks, training
 
-    config = training(policy(folder), scale, Precision.FLOAT32)
+    config = training(policy(folder), scale.recorded, Precision.FLOAT32)
     opened = parts.open_model(config.model.init, config)
     team = parts.make_team(config, opened, config.team.candidates)
     team.engine.load(parts.load_params(opened, team.mesh, config.model.rollout, config.run.seed))

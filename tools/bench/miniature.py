@@ -16,19 +16,19 @@ from mopd_jax.rollout.driver import Task
 from mopd_jax.run import parts, sources
 from mopd_jax.run.metrics import Stopwatch
 from tools.bench import inputs
-from tools.bench.cases import STEP, Job, Scale
+from tools.bench.cases import STEP, Job
 
 VERSIONS = {"jax": jax.__version__}
 
 
-def training(policy: Path, scale: Scale, precision: Precision) -> Config:
-    """Returns the phase as `configs/mini.py` has it, in this precision."""
+def training(policy: Path, questions: int, precision: Precision) -> Config:
+    """Returns the phase as `configs/mini.py` has it, in this precision, with so many questions in a step."""
     config = stage2()
     spec = str(policy)
     config.model = ModelConfig(
         init=spec, teacher=spec, reference=spec, compute=precision, frozen=precision, rollout=precision
     )
-    config.train.questions = scale.questions
+    config.train.questions = questions
     return config
 
 
@@ -40,7 +40,7 @@ def tasks(config: Config, step: int) -> list[Task]:
 
 def step(job: Job) -> Callable[[], dict]:
     """Steps of stage 2 of the embedded world: roll out → score → update, other questions in each."""
-    config = training(inputs.policy(job.folder), job.sizes, Precision(job.dtype))
+    config = training(inputs.policy(job.folder), job.sizes.questions, Precision(job.dtype))
     mesh = sharding.make_mesh((1, 1, 1), jax.devices()[:1])
     student = parts.open_model(config.model.init, config)
     learner = Learner(student.model, config.learn, config.optim, config.train.steps, mesh)
