@@ -64,9 +64,12 @@ def attend_two_parts(
 
 def _attend_seen(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, seen_BTS: jax.Array) -> jax.Array:
     q = _by_kv_head(q_BTNH, k_BSKH.shape[2])
-    scores = jnp.where(seen_BTS[:, None, None], _scores("bknth,bskh->bknts", q, k_BSKH), -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    return _by_head(_dot("bknts,bskh->bknth", weights, v_BSKH)).astype(q.dtype)
+    B, K, N, T, H = q.shape
+    # N and T are one axis of the products: gradients then sum over one axis, for which XLA copies nothing.
+    scores = _scores("bkqh,bskh->bkqs", q.reshape(B, K, N * T, H), k_BSKH).reshape(B, K, N, T, -1)
+    weights = jax.nn.softmax(jnp.where(seen_BTS[:, None, None], scores, -jnp.inf), axis=-1).astype(q.dtype)
+    out = _dot("bkqs,bskh->bkqh", weights.reshape(B, K, N * T, -1), v_BSKH)
+    return _by_head(out.reshape(q.shape)).astype(q.dtype)
 
 
 def _by_kv_head(q_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:

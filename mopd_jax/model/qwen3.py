@@ -188,7 +188,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """Matrix product with a kernel of any rank, e.g. "btd,ndh->btnh"; no bias."""
+    """Matrix product with a kernel of any rank, e.g. "td,ndh->tnh"; no bias."""
 
     subscripts: str
     shape: tuple[int, ...]
@@ -199,8 +199,10 @@ class Linear(nn.Module):
         # Fan-in scaling: 0.02, as in transformers, at Qwen3-4B's width; small models learn slower with it.
         init = nn.initializers.normal(self._fan_in() ** -0.5)
         kernel = self.param("kernel", _partitioned(init, *self.axes), self.shape)
-        out = jnp.einsum(self.subscripts, x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
-        return out.astype(out_dtype or x.dtype)
+        # Rows as one axis: the kernel's gradient then sums over one axis, for which XLA copies nothing.
+        rows = x.reshape(-1, *x.shape[2:])
+        out = jnp.einsum(self.subscripts, rows, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        return out.astype(out_dtype or x.dtype).reshape(*x.shape[:2], *out.shape[1:])
 
     def _fan_in(self) -> int:
         operands, out = self.subscripts.split("->")
@@ -240,16 +242,16 @@ class SelfAttention(nn.Module):
         c = self.config
         D, N, K, H = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
         # Head by head, as products read them: XLA on TPU would copy them into this order for every decode.
-        q = Linear("btd,ndh->btnh", (N, D, H), ("heads", "embed", "head_dim"), name="q")(x_BTD)
-        k = Linear("btd,kdh->btkh", (K, D, H), ("kv_heads", "embed", "head_dim"), name="k")(x_BTD)
-        v = Linear("btd,kdh->btkh", (K, D, H), ("kv_heads", "embed", "head_dim"), name="v")(x_BTD)
+        q = Linear("td,ndh->tnh", (N, D, H), ("heads", "embed", "head_dim"), name="q")(x_BTD)
+        k = Linear("td,kdh->tkh", (K, D, H), ("kv_heads", "embed", "head_dim"), name="k")(x_BTD)
+        v = Linear("td,kdh->tkh", (K, D, H), ("kv_heads", "embed", "head_dim"), name="v")(x_BTD)
         q = rotate(RMSNorm(H, "head_dim", c.rms_norm_eps, name="q_norm")(q), positions_BT, c.rope_theta)
         k = rotate(RMSNorm(H, "head_dim", c.rms_norm_eps, name="k_norm")(k), positions_BT, c.rope_theta)
         q = constrain(q, "batch", "length", "heads", "head_dim")
         k = constrain(k, "batch", "length", "kv_heads", "head_dim")
         v = constrain(v, "batch", "length", "kv_heads", "head_dim")
         out, cache = context.attend(q, k, v, cache, layer)
-        return Linear("btnh,nhd->btd", (N, H, D), ("heads", "head_dim", "embed"), name="o")(out), cache
+        return Linear("tnh,nhd->td", (N, H, D), ("heads", "head_dim", "embed"), name="o")(out), cache
 
 
 class MLP(nn.Module):
@@ -260,10 +262,10 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         D, F = self.config.hidden_size, self.config.intermediate_size
-        gate = Linear("btd,df->btf", (D, F), ("embed", "mlp"), name="gate")(x_BTD)
-        up = Linear("btd,df->btf", (D, F), ("embed", "mlp"), name="up")(x_BTD)
+        gate = Linear("td,df->tf", (D, F), ("embed", "mlp"), name="gate")(x_BTD)
+        up = Linear("td,df->tf", (D, F), ("embed", "mlp"), name="up")(x_BTD)
         hidden = constrain(nn.silu(gate) * up, "batch", "length", "mlp")
-        return Linear("btf,fd->btd", (F, D), ("mlp", "embed"), name="down")(hidden)
+        return Linear("tf,fd->td", (F, D), ("mlp", "embed"), name="down")(hidden)
 
 
 class Layer(nn.Module):
