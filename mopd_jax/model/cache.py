@@ -8,7 +8,7 @@ Groups 0 … G − 1 are slots: they decode, and hold turns. Groups from G on, Q
 a history alone, copied there and back.
 
 A history lies head by head, [K, P, H], as products over it read: from another order XLA on TPU would copy
-the whole cache into this one at the start of every decode. A turn lies token by token, as it is written.
+the whole cache into this one at the start of every decode. Turns lie head by head, too.
 
 bfloat16 is stored as its bits (uint16): XLA on CPU computes no bfloat16 outside of products, and would
 convert the whole cache to float32 and back around every gather and scatter.
@@ -31,13 +31,13 @@ class KVCache:
     history_k: jax.Array  # [L, G + Q, K, P, H]; the key at position p has index p
     history_v: jax.Array  # [L, G + Q, K, P, H]
     history_length: jax.Array  # int32 [G + Q]
-    turn_k: jax.Array  # [L, G, C, S, K, H]; index s has position history_length + s
-    turn_v: jax.Array  # [L, G, C, S, K, H]
+    turn_k: jax.Array  # [L, G, K, C, S, H]; index s has position history_length + s
+    turn_v: jax.Array  # [L, G, K, C, S, H]
     turn_length: jax.Array  # int32 [G, C]
 
 
 HISTORY_AXES = ("layers", "groups", "kv_heads", "slots", "head_dim")
-TURN_AXES = ("layers", "groups", "candidates", "slots", "kv_heads", "head_dim")
+TURN_AXES = ("layers", "groups", "kv_heads", "candidates", "slots", "head_dim")
 
 CACHE_AXES = KVCache(
     history_k=HISTORY_AXES,
@@ -106,14 +106,14 @@ def commit_turns(cache: KVCache, groups_R: jax.Array) -> KVCache:
     Active groups are distinct slots; group G + Q marks a padding row. Raises ValueError where a group has
     several candidates.
     """
-    L, _, C = cache.turn_k.shape[:3]
+    L, _, _, C = cache.turn_k.shape[:4]
     if C != 1:
         raise ValueError(f"a group of {C} candidates has no one turn to commit: use a cache with 1 candidate")
     start_R = cache.history_length.at[groups_R].get(mode="clip")
     length_R = cache.turn_length.at[groups_R, 0].get(mode="clip")
 
     def commit(layer, history, turn):
-        rows_RSKH = jax.lax.map(lambda group: turn[layer, group, 0], groups_R)
+        rows_RSKH = jax.lax.map(lambda group: turn[layer, group, :, 0].swapaxes(0, 1), groups_R)
         return _write(history, layer, groups_R, start_R, length_R, rows_RSKH)
 
     def commit_layer(layer, histories):
@@ -148,9 +148,9 @@ def append_turn(
     cache: KVCache, layer: jax.Array, active_GC: jax.Array, k_GCKH: jax.Array, v_GCKH: jax.Array
 ) -> KVCache:
     """Returns the cache with one key and value written behind each active turn; `turn_length` stays."""
-    G, C, S = cache.turn_k.shape[1:4]
+    _, G, _, C, S, _ = cache.turn_k.shape
     index_GC = jnp.where(active_GC, cache.turn_length, S)
-    at = (layer, jnp.arange(G)[:, None], jnp.arange(C), index_GC)
+    at = (layer, jnp.arange(G)[:, None], slice(None), jnp.arange(C), index_GC)
     return cache.replace(
         turn_k=cache.turn_k.at[at].set(_store(k_GCKH, cache.turn_k), mode="drop"),
         turn_v=cache.turn_v.at[at].set(_store(v_GCKH, cache.turn_v), mode="drop"),

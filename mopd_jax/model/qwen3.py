@@ -85,7 +85,7 @@ def init_cache(
     """Returns an empty cache of `dtype`: `groups` slots of `history` + `candidates` × `turn` tokens, and
     `parked` places of `history` tokens."""
     L, K, H = config.num_layers, config.num_kv_heads, config.head_dim
-    history_shape, turn_shape = (L, groups + parked, K, history, H), (L, groups, candidates, turn, K, H)
+    history_shape, turn_shape = (L, groups + parked, K, history, H), (L, groups, K, candidates, turn, H)
     return KVCache(
         history_k=jnp.zeros(history_shape, stored_dtype(dtype)),
         history_v=jnp.zeros(history_shape, stored_dtype(dtype)),

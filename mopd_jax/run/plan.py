@@ -238,7 +238,7 @@ def lanes(engine: Engine) -> dict[int, Lane]:
 def _capacities(state: SamplerState) -> Lane:
     groups, candidates = state.inputs.shape
     _, places, _, history, _ = state.cache.history_k.shape
-    return Lane(groups, candidates, history, state.cache.turn_k.shape[3], parked=places - groups)
+    return Lane(groups, candidates, history, state.cache.turn_k.shape[4], parked=places - groups)
 
 
 def longest_rows(plan: Plan) -> Packed:

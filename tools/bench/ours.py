@@ -39,7 +39,7 @@ from tools.bench.cases import (
 VERSIONS = {"jax": jax.__version__}
 BUCKETS = base().learn.row_buckets
 """Row lengths for the recorded episodes."""
-LOGIT_CHUNK = 256
+LOGIT_CHUNK = 512
 OPTIM = OptimConfig(lr=LR, b1=B1, b2=B2, eps=EPS, max_grad_norm=MAX_GRAD_NORM)
 
 
