@@ -188,7 +188,8 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """Matrix product with a kernel of any rank, e.g. "td,ndh->tnh"; no bias."""
+    """Matrix product with a kernel of any rank, e.g. "td,ndh->tnh", without bias: the first axis stands for
+    the rows, which may be any number of axes of `x`."""
 
     subscripts: str
     shape: tuple[int, ...]
@@ -200,9 +201,10 @@ class Linear(nn.Module):
         init = nn.initializers.normal(self._fan_in() ** -0.5)
         kernel = self.param("kernel", _partitioned(init, *self.axes), self.shape)
         # Rows as one axis: the kernel's gradient then sums over one axis, for which XLA copies nothing.
-        rows = x.reshape(-1, *x.shape[2:])
+        split = x.ndim - (self.subscripts.index(",") - 1)
+        rows = x.reshape(-1, *x.shape[split:])
         out = jnp.einsum(self.subscripts, rows, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
-        return out.astype(out_dtype or x.dtype).reshape(*x.shape[:2], *out.shape[1:])
+        return out.astype(out_dtype or x.dtype).reshape(*x.shape[:split], *out.shape[1:])
 
     def _fan_in(self) -> int:
         operands, out = self.subscripts.split("->")
@@ -307,7 +309,7 @@ class Qwen3(nn.Module):
         self.layers = scan(c)
         self.final_norm = RMSNorm(c.hidden_size, "norm", c.rms_norm_eps)
         if not c.tie_word_embeddings:
-            self.head = Linear("...d,dv->...v", (c.hidden_size, c.vocab_size), ("embed", "vocab"))
+            self.head = Linear("td,dv->tv", (c.hidden_size, c.vocab_size), ("embed", "vocab"))
 
     def __call__(self, ids_BT: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
         """Returns hidden states [B, T, D], after the final norm, of packed rows.
