@@ -26,7 +26,7 @@ def token_logprobs(
     """Returns float32 log π(target) [B, M] and the entropy of π [B, M] (nats, no gradient).
 
     `source` indexes T: the position whose hidden state predicts the target, i.e. the one before it.
-    `chunk` is the number of positions whose logits one data shard holds at once.
+    `chunk` is the most positions whose logits one data shard holds at once.
     """
     hidden_BTD = model.apply({"params": params}, ids_BT, positions_BT, segments_BT)
     hidden_BMD = jnp.take_along_axis(hidden_BTD, source_BM[:, :, None], axis=1)
@@ -39,7 +39,8 @@ def token_logprobs(
         def step(_, rows):
             return None, jax.checkpoint(score_chunk)(head, *rows)
 
-        _, scores = jax.lax.scan(step, None, (_chunked(hidden_BMD, chunk), _chunked(targets_BM, chunk)))
+        steps = -(-targets_BM.size // chunk)
+        _, scores = jax.lax.scan(step, None, (_chunked(hidden_BMD, steps), _chunked(targets_BM, steps)))
         return tuple(x.reshape(-1)[: targets_BM.size].reshape(targets_BM.shape) for x in scores)
 
     return map_shards(score_rows, head_params(model.config, params), hidden_BMD, targets_BM)
@@ -69,9 +70,9 @@ def _backward(kept, gradients):
 _logprob_and_entropy.defvjp(_forward, _backward)
 
 
-def _chunked(x_BM: jax.Array, chunk: int) -> jax.Array:
-    """Returns [steps, chunk, ...] of [B, M, ...]: positions of all rows in order, then zeros."""
+def _chunked(x_BM: jax.Array, steps: int) -> jax.Array:
+    """Returns [steps, positions, ...] of [B, M, ...]: positions of all rows in order, evenly, then zeros."""
     flat = x_BM.reshape(-1, *x_BM.shape[2:])
-    padding = -len(flat) % chunk
+    padding = -len(flat) % steps
     flat = jnp.pad(flat, [(0, padding)] + [(0, 0)] * (flat.ndim - 1))
-    return flat.reshape(-1, chunk, *flat.shape[1:])
+    return flat.reshape(steps, -1, *flat.shape[1:])
