@@ -148,9 +148,11 @@ def append_turn(
     cache: KVCache, layer: jax.Array, active_GC: jax.Array, k_GCKH: jax.Array, v_GCKH: jax.Array
 ) -> KVCache:
     """Returns the cache with one key and value written behind each active turn; `turn_length` stays."""
-    _, G, _, C, S, _ = cache.turn_k.shape
+    _, G, K, C, S, _ = cache.turn_k.shape
     index_GC = jnp.where(active_GC, cache.turn_length, S)
-    at = (layer, jnp.arange(G)[:, None], slice(None), jnp.arange(C), index_GC)
+    g, c, k = jnp.indices((G, C, K), sparse=True)
+    # Head by head: for windows over heads XLA on TPU would bring all turns into another order first.
+    at = (layer, g, k, c, index_GC[:, :, None])
     return cache.replace(
         turn_k=cache.turn_k.at[at].set(_store(k_GCKH, cache.turn_k), mode="drop"),
         turn_v=cache.turn_v.at[at].set(_store(v_GCKH, cache.turn_v), mode="drop"),
