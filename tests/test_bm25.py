@@ -68,15 +68,30 @@ def test_the_best_passages_are_those_that_bm25s_scores_best(tmp_path):
     rarity = [1 / (i + 1) for i in range(len(words))]
     texts = [" ".join(rng.choices(words, rarity, k=rng.randint(1, 12))) for _ in range(400)]
     search = BM25Search(write_corpus(tmp_path / "words.jsonl", [(str(i), t) for i, t in enumerate(texts)]))
-    bm25.build(str(tmp_path / "words.jsonl"), str(tmp_path / "index"))
-    library = bm25s.BM25.load(tmp_path / "index")
+    library = bm25s.BM25()
+    library.index(bm25s.tokenize(texts, stemmer=STEMMER, show_progress=False), show_progress=False)
     for number in range(300):
         query = rng.choices(words, rarity if number % 2 else None, k=rng.randint(1, 6))
         terms = bm25s.tokenize(" ".join(query), stemmer=STEMMER, return_ids=False, show_progress=False)[0]
         scores = library.get_scores_from_ids(library.get_tokens_ids(terms)) if terms else np.zeros(400)
-        (found,) = search.search([" ".join(query)], 3)
-        np.testing.assert_allclose([d.score for d in found], np.sort(scores)[:-4:-1], rtol=1e-5)
+        k = 1 + number % 10
+        (found,) = search.search([" ".join(query)], k)
+        np.testing.assert_allclose([d.score for d in found], np.sort(scores)[: -k - 1 : -1], rtol=1e-5)
         np.testing.assert_allclose([d.score for d in found], scores[[int(d.id) for d in found]], rtol=1e-5)
+
+
+def test_two_words_of_one_hash_are_refused_by_name():
+    """No two words of one hash are known: one word stands for both."""
+    hashes, ranks = bm25.ranked(["oslo", "rome", "tiber"])
+    assert hashes[ranks].tolist() == bm25.hashed(["oslo", "rome", "tiber"]).tolist() and sorted(ranks) == [
+        0,
+        1,
+        2,
+    ]
+    with pytest.raises(
+        Refusal, match="'rome' and 'rome' have the same hash, expected another for every word"
+    ):
+        bm25.ranked(["rome", "oslo", "rome"])
 
 
 def test_no_query_gives_no_result(search):

@@ -85,10 +85,10 @@ def test_an_index_of_another_corpus_is_refused(tmp_path, corpus, index):
 
 
 def test_a_torn_index_is_refused_with_the_file_that_is_short(tmp_path, corpus, index):
-    data = tmp_path / "index" / "data.csc.index.npy"
+    data = tmp_path / "index" / "weights.npy"
     whole = data.read_bytes()
     data.write_bytes(whole[:-1])
-    with pytest.raises(Refusal, match=rf"torn: found {len(whole) - 1} of the {len(whole)} bytes of data"):
+    with pytest.raises(Refusal, match=rf"torn: found {len(whole) - 1} of the {len(whole)} bytes of weights"):
         BM25Search(corpus, index)
     data.unlink()
     with pytest.raises(Refusal, match=rf"torn: found nothing of the {len(whole)} bytes"):
@@ -105,6 +105,20 @@ def test_a_folder_without_an_index_and_one_of_another_kind_are_refused(tmp_path,
     (tmp_path / "index" / META).write_text(json.dumps(meta | {"kind": "dense"}))
     with pytest.raises(Refusal, match=r"is a dense index, expected bm25\. Set retrieval\.backend = dense"):
         BM25Search(corpus, index)
+
+
+def test_an_index_in_an_earlier_format_is_refused(tmp_path, corpus, index):
+    meta = json.loads((tmp_path / "index" / META).read_text())
+    assert meta.pop("format") == 2
+    (tmp_path / "index" / META).write_text(json.dumps(meta))
+    with pytest.raises(
+        Refusal, match=r"is a bm25 index of format 1, expected 2\. Build it again with tools/b"
+    ):
+        open_index(corpus, index)
+
+
+def test_a_bm25_index_is_arrays_that_can_be_mapped_and_nothing_else(tmp_path, index):
+    assert {file.name for file in (tmp_path / "index").iterdir()} == {META, *bm25.FILES}
 
 
 def test_a_failed_build_leaves_the_earlier_index_and_nothing_else_is_ever_replaced(tmp_path, corpus, index):

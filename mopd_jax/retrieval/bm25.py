@@ -1,8 +1,9 @@
 """BM25 over a corpus on disk (bm25s: Lucene's formula with its default parameters, English stems)."""
 
 import functools
+import hashlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,21 @@ from mopd_jax.retrieval.index import available_bytes, building, require_memory, 
 from mopd_jax.retrieval.search import Document
 
 KIND = "bm25"
-STARTS, BOUNDS = "starts.npy", "bounds.npy"
+STARTS, HASHES, ENDS, BOUNDS, NUMBERS, WEIGHTS = FILES = (
+    "starts.npy",  # int64 [passages]: where they start in the corpus, in bytes
+    "hashes.npy",  # uint64 [words], ascending: a word's number is the place of its hash
+    "ends.npy",  # int64 [words + 1]: where the list of each word starts and, last, where all end
+    "bounds.npy",  # float32 [words]: the highest score that a word gives to any passage
+    "numbers.npy",  # int32: the passages that hold a word, ascending; list after list
+    "weights.npy",  # float32: the scores that they get of it
+)
 CHUNK = 10_000
 """Passages that are cut into words at a time."""
 BUILD_BYTES = 10
 """Most memory that building takes, in bytes per byte of the corpus: 8.2 measured for 65 MB of random words,
-5.9 for 22 MB of Wikipedia; of an opened index little more than the vocabulary is held."""
+7.3 for 650 MB, 5.9 for 22 MB of Wikipedia; an opened index holds next to nothing."""
+FEW = 4
+"""Passages found are searched for in a list at least so many times as long, and merged with a shorter one."""
 SLACK = 1 - 1e-5
 """What a sum of float32 scores may lose, so that no passage is given up because of rounding."""
 
@@ -38,35 +48,62 @@ def build(corpus: str, folder: str, progress: bool = False) -> None:
     need = BUILD_BYTES * Path(corpus).stat().st_size
     require_memory(f"Indexing {corpus}", need, available_bytes(), "use a machine with more, once")
     starts, vocabulary = [], {}
-    bags, tokenize = [], _tokenizer()
+    bags, tokenize = [], make_tokenizer()
     for chunk in batched(scan(corpus, "Cutting into words" if progress else ""), CHUNK):
         starts += [start for start, _ in chunk]
         for words in tokenize([document.contents for _, document in chunk], show_progress=False):
             bags.append([vocabulary.setdefault(word, len(vocabulary)) for word in words])
     if not vocabulary.keys() - {""}:
         raise Refusal(f"{corpus}: found no word to search for but stop words, expected English passages.")
-    index = bm25s.BM25()
-    index.index((bags, vocabulary), show_progress=progress)
+    hashes, ranks = ranked(vocabulary)
+    for bag in bags:
+        bag[:] = [ranks[word] for word in bag]
+    scores = bm25s.BM25().build_index_from_ids(range(len(ranks)), bags, show_progress=progress)
+    data, ends = scores["data"], scores["indptr"]
+    bounds = np.maximum.reduceat(data, ends[:-1])
+    arrays = (np.array(starts, np.int64), hashes, ends, bounds, scores["indices"], data)
     with building(folder) as partial:
-        index.save(partial, show_progress=False)
-        np.save(partial / STARTS, np.array(starts, np.int64))
-        np.save(partial / BOUNDS, _bounds(index.scores["data"], index.scores["indptr"]))
+        for name, array in zip(FILES, arrays, strict=True):
+            np.save(partial / name, array)
         seal(partial, KIND, corpus, passages=len(starts))
 
 
-def _tokenizer():
+def ranked(words: Iterable[str]) -> tuple[np.ndarray, list[int]]:
+    """Returns the hashes of words, ascending, and at which place among them each word's is.
+
+    Raises:
+      Refusal: two words have the same hash: once in ten million corpora of two million words.
+    """
+    hashes = hashed(words)
+    order = np.argsort(hashes)
+    if (same := np.flatnonzero(np.diff(hashes[order]) == 0)).size:
+        first, second = (list(words)[order[place]] for place in (same[0], same[0] + 1))
+        raise Refusal(
+            f"{first!r} and {second!r} have the same hash, expected another for every word: leave out the "
+            "passages that hold the rarer one."
+        )
+    return hashes[order], np.argsort(order).tolist()
+
+
+def hashed(words: Iterable[str]) -> np.ndarray:
+    """Returns 64 bits per word that tell it from others, uint64 [words]."""
+    digests = (hashlib.blake2b(word.encode(), digest_size=8).digest() for word in words)
+    return np.frombuffer(b"".join(digests), "<u8")
+
+
+def make_tokenizer() -> Callable[..., list[list[str]]]:
+    """Returns what cuts a list of texts into stems, stop words left out."""
     import bm25s
 
     stemmer = Stemmer.Stemmer("english")
     return functools.partial(bm25s.tokenize, stopwords="english", stemmer=stemmer, return_ids=False)
 
 
-def _bounds(data: np.ndarray, indptr: np.ndarray) -> np.ndarray:
-    """Returns the highest score that each word gives to any passage, float32 [words]."""
-    bounds = np.zeros(len(indptr) - 1, np.float32)
-    used = np.flatnonzero(np.diff(indptr))
-    bounds[used] = np.maximum.reduceat(data, indptr[used])
-    return bounds
+def known(hashes: np.ndarray, words: Iterable[str]) -> np.ndarray:
+    """Returns the numbers of words that an index with these hashes holds, unknown ones left out."""
+    wanted = hashed(filter(None, words))  # "" stands for passages without words
+    places = np.minimum(np.searchsorted(hashes, wanted), len(hashes) - 1)
+    return places[hashes[places] == wanted]
 
 
 class BM25Search:
@@ -92,17 +129,11 @@ class BM25Search:
                 self._open(corpus, temporary)
 
     def _open(self, corpus: str, folder: str) -> None:
-        import bm25s
-
         meta = unseal(folder, KIND, corpus)
-        index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
-        self._numbers, self._weights = np.asarray(index.scores["indices"]), np.asarray(index.scores["data"])
-        self._ends, self._vocabulary = np.asarray(index.scores["indptr"]), index.vocab_dict
-        self._vocabulary.pop("", None)  # stands for passages without words
-        self._bounds = np.load(Path(folder) / BOUNDS)
-        self._corpus = Corpus(corpus, np.load(Path(folder) / STARTS, mmap_mode="r"))
-        self._scores = np.zeros(len(self._corpus), np.float32)  # all zero between two queries
-        self._tokenize = _tokenizer()
+        arrays = (np.asarray(np.load(Path(folder) / name, mmap_mode="r")) for name in FILES)
+        starts, self._hashes, self._ends, self._bounds, self._numbers, self._weights = arrays
+        self._corpus = Corpus(corpus, starts)
+        self._tokenize = make_tokenizer()
         self.identity = f"{KIND}:{meta['corpus']}"
 
     def search(self, queries: Sequence[str], k: int) -> list[tuple[Document, ...]]:
@@ -111,8 +142,7 @@ class BM25Search:
         return [self._best(bag, k) for bag in bags]
 
     def _best(self, bag: list[str], k: int) -> tuple[Document, ...]:
-        known = [self._vocabulary[word] for word in bag if word in self._vocabulary]
-        words, counts = np.unique(np.array(known, np.int64), return_counts=True)
+        words, counts = np.unique(known(self._hashes, bag), return_counts=True)
         found, scores = self._top(words, counts.astype(np.float32), k)
         if (missing := min(k, len(self._corpus)) - len(found)) > 0:
             others = np.setdiff1d(np.arange(len(found) + missing), found)[:missing]
@@ -122,36 +152,51 @@ class BM25Search:
     def _top(self, words: np.ndarray, counts: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns numbers and scores of the best passages that hold any of the words, at most `k`.
 
-        The MaxScore algorithm (Turtle and Flood, 1995): words are taken by the most that they can give. As
-        soon as all those left cannot lift a new passage among the best `k`, only the passages found so far
-        are looked up in their lists, which are the long ones.
+        After the MaxScore algorithm (Turtle and Flood, 1995): words are taken by the most that they can give.
+        A passage joins those found only if this word and all those left can lift it among the best `k` so
+        far, and leaves them as soon as those left cannot. So only few passages are looked up in the lists of
+        frequent words, which are the long ones.
         """
         gains = counts * self._bounds[words]
         order = np.argsort(-gains, kind="stable")
-        rest = np.append(np.cumsum(gains[order][::-1])[::-1], 0)  # rest[i]: what the words from i on can give
-        touched, taken = np.zeros(0, np.int32), 0
-        while taken < len(order) and self._floor(touched, k) * SLACK <= rest[taken]:
-            numbers, weights = self._postings(words[order[taken]])
-            fresh = numbers[self._scores[numbers] == 0]
-            self._scores[numbers] += counts[order[taken]] * weights
-            touched, taken = np.concatenate((touched, fresh)), taken + 1
-        found = np.sort(touched)
-        for i in range(taken, len(order)):
-            found = found[self._scores[found] + rest[i] >= self._floor(found, k) * SLACK]
-            numbers, weights = self._postings(words[order[i]])
-            places = np.minimum(np.searchsorted(numbers, found), len(numbers) - 1)
-            self._scores[found] += counts[order[i]] * np.where(numbers[places] == found, weights[places], 0)
-        found = found[self._scores[found] >= self._floor(found, k)]
-        best = found[np.argsort(-self._scores[found], kind="stable")[:k]]
-        scores = self._scores[best]
-        self._scores[touched] = 0
-        return best, scores
+        rest = np.append(np.cumsum(gains[order][::-1], dtype=np.float64)[::-1], 0).tolist()
+        found, scores, floor = np.zeros(0, np.int32), np.zeros(0, np.float32), 0.0
+        for word, count, most, after in zip(words[order], counts[order], rest[:-1], rest[1:], strict=True):
+            numbers, weights = self._postings(word)
+            there, here = _shared(found, numbers)
+            scores[there] += count * weights[here]
+            if most >= floor:
+                floor = floor or _floor(count * weights, k, floor)
+                joining = weights >= (floor - after) / count
+                joining[here] = False
+                new = np.flatnonzero(joining)
+                found = np.concatenate((found, numbers[new]))
+                scores = np.concatenate((scores, count * weights[new]))
+            floor = _floor(scores, k, floor)
+            kept = np.flatnonzero(scores >= floor - after)
+            found, scores = found[kept], scores[kept]
+        best = np.lexsort((found, -scores))[:k]
+        return found[best], scores[best]
 
     def _postings(self, word: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns numbers, ascending, and scores of the passages that hold a word."""
         part = slice(self._ends[word], self._ends[word + 1])
         return self._numbers[part], self._weights[part]
 
-    def _floor(self, found: np.ndarray, k: int) -> float:
-        """Returns the `k`-th best score so far, 0 while there are fewer."""
-        return float(np.partition(self._scores[found], -k)[-k]) if len(found) >= k else 0.0
+
+def _shared(found: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where the passages stand that are in both: among those found, and in the list of a word."""
+    if FEW * len(found) <= len(numbers):
+        here = np.minimum(np.searchsorted(numbers, found), len(numbers) - 1)
+        there = np.flatnonzero(numbers[here] == found)
+        return there, here[there]
+    both = np.concatenate((found, numbers))
+    order = np.argsort(both, kind="stable")  # merges what is sorted already
+    twins = np.flatnonzero(np.diff(both[order]) == 0)
+    return order[twins], order[twins + 1] - len(found)
+
+
+def _floor(scores: np.ndarray, k: int, floor: float) -> float:
+    """Returns the `k`-th best score, a little less because of rounding, or `floor` if that is higher."""
+    above = scores[np.flatnonzero(scores > floor)]
+    return max(floor, float(np.partition(above, -k)[-k]) * SLACK) if len(above) >= k else floor

@@ -13,6 +13,8 @@ from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.corpus import fingerprint
 
 META = "index.json"
+FORMATS = {"bm25": 2, "dense": 1}
+"""Of each kind of index, the version of its files."""
 GB = 1e9
 
 
@@ -39,7 +41,7 @@ def building(folder: str) -> Iterator[Path]:
 def seal(folder: Path, kind: str, corpus: str, **settings: Any) -> None:
     """Writes what the index is, last of all: kind, the corpus' fingerprint, settings, sizes of its files."""
     files = {str(f.relative_to(folder)): f.stat().st_size for f in sorted(folder.rglob("*")) if f.is_file()}
-    meta = {"kind": kind, "corpus": fingerprint(corpus), **settings, "files": files}
+    meta = {"kind": kind, "format": FORMATS[kind], "corpus": fingerprint(corpus), **settings, "files": files}
     (folder / META).write_text(json.dumps(meta, indent=2) + "\n")
 
 
@@ -52,13 +54,18 @@ def unseal(folder: str, kind: str, corpus: str) -> dict[str, Any]:
     """Returns what `seal` wrote of a whole index of this kind and this corpus.
 
     Raises:
-      Refusal: there is no index, or it is torn, of another kind, or of another corpus.
+      Refusal: there is no index, or it is torn, of another kind, format or corpus.
     """
     meta = _read_meta(Path(folder))
     if meta["kind"] != kind:
         raise Refusal(
             f"{folder} is a {meta['kind']} index, expected {kind}. Set retrieval.backend = {meta['kind']}, "
             "or build the other one with tools/build_index."
+        )
+    if (found := meta.get("format", 1)) != FORMATS[kind]:  # the first versions did not say theirs
+        raise Refusal(
+            f"{folder} is a {kind} index of format {found}, expected {FORMATS[kind]}. Build it again with "
+            "tools/build_index."
         )
     for name, size in meta["files"].items():
         found = (Path(folder) / name).stat().st_size if (Path(folder) / name).exists() else "nothing"
