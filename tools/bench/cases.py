@@ -85,7 +85,7 @@ SCALES = {
         policy_steps={},
         questions=13,
         recorded=2,
-        micro_batch_tokens=1024,
+        micro_batch_tokens=1280,
         loads=(1, 2, 4, 8),
         matmul=2048,
     ),
