@@ -271,8 +271,13 @@ def test_saving_over_something_else_is_refused(tmp_path):
             {"architectures": ["Qwen3MoeForCausalLM"]},
             "architectures = .'Qwen3Moe.*expected .'Qwen3ForCausalLM'",
         ),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type = 'yarn', expected 'default'"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type = 'linear', expected 'default'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type = 'yarn', expected 'default"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type = 'linear', expected 'default"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_type = 'default', expected 'default, without a factor'"),
+        (
+            {"rope_parameters": {"rope_type": "linear"}, "rope_scaling": {"type": "default"}},
+            "rope_type = 'linear', expected 'default",
+        ),
         (
             {"rope_parameters": {"rope_theta": 10.0}},
             r"rope_theta = \[10.0, 1000000.0\], expected 'one value'",

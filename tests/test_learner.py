@@ -112,12 +112,14 @@ def score(scorer, params, packed: TokenRows, count: int, teacher: str = "other")
     return [RowScores(*pair) for pair in zip(old, taught, strict=True)]
 
 
-def distil(scorer, params, rows: list[Row], teacher: str = "other") -> tuple[TokenRows, Advantages, list]:
+def distil(
+    scorer, params, rows: list[Row], teacher: str = "other", learn: LearnConfig = LEARN
+) -> tuple[TokenRows, Advantages, list]:
     """Returns packed rows, OPD advantages and streams, the way a training step makes them."""
-    packed = pack_rows(rows, LEARN, shards=1)
+    packed = pack_rows(rows, learn, shards=1)
     scores = score(scorer, params, packed, len(rows), teacher)
-    advantages = token_advantages([make_episode(*rows)], LEARN, scores)
-    return packed, advantages, policy_streams(rows, packed, advantages, [s.old for s in scores], LEARN)
+    advantages = token_advantages([make_episode(*rows)], learn, scores)
+    return packed, advantages, policy_streams(rows, packed, advantages, [s.old for s in scores], learn)
 
 
 @dataclass
@@ -522,22 +524,32 @@ def test_lowered_programs_are_those_of_an_update(pod, model, params, signals, ex
 
 
 def test_twenty_batches_of_mixed_lengths_compile_nothing_new(learner, scorer, state, caplog):
-    def step(state, seed: int):
-        rng = np.random.default_rng(seed)
-        lengths = rng.integers(10, 17, rng.integers(1, 14))
-        masks = ["." * (n - min(12, n - 1)) + "x" * min(12, n - 1) for n in map(int, lengths)]
-        packed, _, streams = distil(scorer, state.params, make_rows(*masks, seed=seed))
-        state, _ = learner.update(state, packed.batch.micros, streams)
-        return state, (len(packed.batch.micros), *(micro.source.shape for micro in packed.batch.micros))
+    """Kind 31: a batch of every width of every bucket is seen first, then nothing is new."""
+    buckets = replace(LEARN, row_buckets=(8, 16))
 
-    state, _ = step(state, seed=0)
+    def step(state, masks: list[str]):
+        packed, _, streams = distil(scorer, state.params, make_rows(*masks), learn=buckets)
+        state, _ = learner.update(state, packed.batch.micros, streams)
+        return state, [(micro.ids.shape, micro.source.shape) for micro in packed.batch.micros]
+
+    def mixed(seed: int) -> list[str]:
+        rng = np.random.default_rng(seed)
+        lengths = map(int, rng.integers(2, 17, rng.integers(1, 30)))
+        return ["." * (n - sampled) + "x" * sampled for n in lengths for sampled in [int(rng.integers(1, n))]]
+
+    warm = set()
+    for length, rows in ((8, 8), (16, 4)):
+        for quarter in range(1, 5):
+            sampled = min(length - 1, quarter * length // 4)
+            state, shapes = step(state, ["." * (length - sampled) + "x" * sampled] * rows)
+            warm.update(shapes)
+    assert len(warm) == 8
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
         seen = set()
-        for seed in range(1, 21):
-            state, shapes = step(state, seed)
-            seen.add(shapes)
+        for seed in range(20):
+            state, shapes = step(state, mixed(seed))
+            seen.update(shapes)
         assert compiled(caplog) == []
         jax.jit(lambda x: x + 1)(1.0)
         assert compiled(caplog) != []  # the log does tell
-    assert len({shapes[0] for shapes in seen}) > 2, "the batches are all alike"
-    assert int(state.step) == 21
+    assert len(seen) >= 4, "the batches are all alike"

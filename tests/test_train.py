@@ -79,6 +79,17 @@ def test_a_run_leaves_metrics_checkpoint_and_export(straight):
     }
 
 
+def test_sampler_and_learner_agree_step_after_step_where_nothing_is_learnt(straight, tmp_path):
+    """Kind 18."""
+    overrides = "--config.team.optim.lr=0", "--config.team.train.steps=5", f"--config.run.dir={tmp_path}"
+    process = start("tests/tiny.py", *overrides, JAX_COMPILATION_CACHE_DIR=str(straight / "cache"))
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    lines = read_metrics(tmp_path / "team")
+    assert len({line["episodes_crc32"] for line in lines}) == 5
+    assert all(0 < line["gap"] < 1e-5 for line in lines)
+
+
 def test_same_seed_gives_the_same_run_bit_for_bit(straight, tmp_path):
     # The schedule is constant: a shorter run is the beginning of a longer one.
     output, _ = start(

@@ -1,4 +1,4 @@
-"""Compiles every device program of an experiment for a TPU pod, on a machine without TPUs.
+"""Compiles every program over weights or caches of an experiment for a TPU pod, on a machine without TPUs.
 
     python -m tools.compile_for_pod --config=configs/stage2.py --topology=v5e:8x8
 
@@ -187,7 +187,6 @@ def compile_program(program: "Program") -> "Fit":
         seconds=seconds,
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
-        accessed=compiled.cost_analysis()["bytes accessed"],
         kernels=compiled.as_text().count("tpu_custom_call"),
     )
 

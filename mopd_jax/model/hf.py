@@ -232,10 +232,10 @@ def _check_tensors(tensors: Mapping[str, Any], config: Qwen3Config) -> None:
 
 def _rope_theta(path: epath.Path, found: dict[str, Any]) -> float:
     rope = found.get("rope_parameters") or {}
-    scaling = found.get("rope_scaling") or rope
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind != "default":
-        raise _unsupported(path, "rope_type", kind, "default")
+    for scaling in (rope, found.get("rope_scaling") or {}):
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind != "default" or "factor" in scaling:
+            raise _unsupported(path, "rope_type", kind, "default, without a factor")
     thetas = {float(x["rope_theta"]) for x in (found, rope) if x.get("rope_theta") is not None}
     if len(thetas) != 1:
         raise _unsupported(path, "rope_theta", sorted(thetas) or "nothing", "one value")

@@ -21,8 +21,6 @@ class Fit:
     seconds: float
     arguments: int = 0
     temporaries: int = 0
-    accessed: float = 0.0
-    """Bytes read and written by the compiler's count, the body of every loop counted once."""
     kernels: int = 0
     """Hand-written kernels in the compiled text."""
     refused: bool = False
@@ -82,7 +80,8 @@ def _fit_row(fit: Fit, chip: Chip) -> list[str]:
 
 
 def format_sampling(fits: Sequence[Fit], plan: Plan, chip: Chip) -> list[str]:
-    """Returns a line per decode program: temporaries against the cache, bytes against the floor, and what
+    """Returns a line per decode program: temporaries against the cache, the bytes that a step reads at
+    least, and what
     candidates save by sharing their prefix."""
     lines, itemsize = [], plan.cache_itemsize
     for fit in fits:

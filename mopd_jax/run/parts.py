@@ -275,11 +275,9 @@ def load_frozen(config: Config, student: Opened, mesh: Mesh) -> dict[str, Frozen
     Raises:
       Refusal: see `open_beside`.
     """
-    frozen = {}
-    for spec in frozen_specs(config):
-        opened = open_beside(student, spec, config, "teacher")
-        frozen[spec] = Frozen(opened.model, load_params(opened, mesh, config.model.frozen, config.run.seed))
-    return frozen
+    opened = {spec: open_beside(student, spec, config, "teacher") for spec in frozen_specs(config)}
+    precision, seed = config.model.frozen, config.run.seed
+    return {spec: Frozen(o.model, load_params(o, mesh, precision, seed)) for spec, o in opened.items()}
 
 
 def open_beside(student: Opened, spec: str, config: Config, name: str) -> Opened:
