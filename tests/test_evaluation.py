@@ -244,7 +244,9 @@ def test_episodes_are_written_one_per_line(tmp_path):
         "question": QUESTIONS[0].text,
         "gold": list(QUESTIONS[0].answers),
         "answers": ["unknown"],
-        "searches": [{"query": "novel of Ada", "documents": [document.title for document in FOUND]}],
+        "searches": [
+            {"query": "novel of Ada", "documents": [{"id": d.id, "title": d.title} for d in FOUND]},
+        ],
         "rows": [
             {"role": "searcher", "turns": 2, "status": "finished", "reason": "", "body": "Ada"},
             {"role": "answerer", "turns": 1, "status": "finished", "reason": "", "body": "unknown"},

@@ -3,6 +3,8 @@
 import json
 import re
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from mopd_jax.data.formats import read_set
@@ -230,10 +232,75 @@ def test_a_list_that_is_cut_off_is_refused_as_a_whole(tmp_path):
             read_set([str(path)], "any", "dev")
 
 
+LIST = '[\n {"question": "q", "answer": "a"}]'
+TRIVIA = '{"Data": [{"QuestionId": "1", "Question": "q", "Answer": {"Value": "a"}}]'
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        (LIST + "\n" + LIST, r"line 3: found '\[\\n \{.* behind the list, expected its end\. Give each list"),
+        (LIST + " garbage\n", r"line 2: found 'garbage' behind the list"),
+        (TRIVIA + ', "Domain": "Web"}\n{"Data": []}', r"line 2: found '\{\"Data\": \[\]\}' behind the list"),
+    ],
+)
+def test_a_list_that_is_not_alone_in_its_file_is_refused(tmp_path, text, reason):
+    path = tmp_path / "q.json"
+    path.write_text(text)
+    with pytest.raises(Refusal, match=rf"q\.json, {reason}"):
+        read_set([str(path)], "any", "dev")
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        (TRIVIA, r"behind the list: not JSON .*cut off"),
+        (TRIVIA + ', "Domain": "We', r"behind the list: not JSON .*cut off"),
+        ("[" * 200_000, r"line 1, record 1: not JSON \(.*recursion"),
+        ("[" + "9" * 5000 + "]", r"line 1, record 1: not JSON \(.*digits"),
+    ],
+)
+def test_a_list_that_is_no_json_to_its_end_is_refused(tmp_path, text, reason):
+    path = tmp_path / "q.json"
+    path.write_text(text)
+    with pytest.raises(Refusal, match=rf"q\.json, {reason}"):
+        read_set([str(path)], "any", "dev")
+
+
+@pytest.mark.parametrize("text", [LIST + "\r\n \n", TRIVIA + ',\n "Domain": "Web", "Version": 1.0}\n'])
+def test_what_belongs_behind_a_list_is_read_over(tmp_path, text):
+    path = tmp_path / "q.json"
+    path.write_text(text)
+    reading = read_set([str(path)], "any", "dev")
+    assert [(q.text, q.answers) for q in reading.questions] == [("q", ("a",))] and reading.refused == []
+
+
+def test_a_field_of_a_table_may_be_as_long_as_a_document(tmp_path):
+    path, question = tmp_path / "q.csv", "q" * 200_000
+    path.write_text(f"Question,Answer\n{question},a\n")
+    assert [q.text for q in read_set([str(path)], "any", "dev").questions] == [question]
+    path.write_text(f"Question,Answer\nq,a\n{'q' * 2**24}q,a\n")
+    with pytest.raises(Refusal, match=r"q\.csv, line 3: no row of a table \(field larger than field limit"):
+        read_set([str(path)], "any", "dev")
+
+
 def test_a_parquet_file_that_is_none_is_refused(tmp_path):
     (tmp_path / "q.parquet").write_text("{}")
-    with pytest.raises(Refusal, match=r"q.parquet: no parquet file \(.*Parquet"):
+    with pytest.raises(Refusal, match=r"q.parquet: no parquet file, .* \(.*Parquet"):
         read_set([str(tmp_path / "q.parquet")], "any", "dev")
+
+
+@pytest.mark.parametrize("compression", ["snappy", "none"])
+def test_a_parquet_file_with_a_damaged_page_is_refused(tmp_path, compression):
+    """With its footer whole, the damage shows only as the page is read."""
+    path = tmp_path / "q.parquet"
+    columns = {"question": [f"q{i}" for i in range(1000)], "answer": ["a"] * 1000}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, compression=compression)
+    data = bytearray(path.read_bytes())
+    data[100:300] = b"\xff" * 200
+    path.write_bytes(data)
+    with pytest.raises(Refusal, match=r"q\.parquet: no parquet file, or a damaged one \(.*\)\. Copy"):
+        read_set([str(path)], "any", "dev")
 
 
 def test_files_of_one_set_are_joined_and_an_id_counts_once(tmp_path):

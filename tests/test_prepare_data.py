@@ -106,6 +106,13 @@ def test_a_set_must_be_spelled_in_full(text, capsys):
     assert "expected NAME:SPLIT=FILE" in capsys.readouterr().err
 
 
+def test_a_manifest_has_no_negative_number_of_questions(tmp_path, files, capsys):
+    with pytest.raises(SystemExit):
+        prepare_data.main([*files, "--out", str(tmp_path / "data"), "--fixed", "-3"])
+    assert "--fixed -3: expected a number of questions, or 0 for all." in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()
+
+
 def test_the_real_evaluation_sets_have_their_known_quirks(shared_data, tmp_path):
     """All seven, against the training questions: nothing leaks, and each set keeps every record."""
     folder = shared_data / "questions"

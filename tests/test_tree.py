@@ -142,13 +142,13 @@ def chain_by_hand() -> Episode:
 
 
 def test_the_real_engine_goes_on_from_a_shared_step():
-    """What a branch samples has the log-probs that the learner's pass over its whole row gives it."""
+    """What a branch samples has the log-probs that the learner's pass over its whole row gives it, and the
+    step that branches share is prefilled once."""
     team, search = engines.TEAM, MiniatureSearch(WORLD.passages)
     chain = chain_by_hand()
     renderer = Renderer(TOKENS, PROMPTS, team.document_tokens)
-    driver = Driver(
-        engines.fresh_engine(), search, renderer, TOKENS, k=3, row_tokens=team.row_tokens, alive=4, seed=7
-    )
+    engine = engines.fresh_engine()
+    driver = Driver(engine, search, renderer, TOKENS, k=3, row_tokens=team.row_tokens, alive=4, seed=7)
     tasks = [Task(QUESTION, 0, number, Fork(chain, 1)) for number in (1, 2)]
     branches = driver.run(lambda question: single(question, team, PROMPTS, 1), tasks)
     shared = chain.rows[0].turn_bounds()[1][0]
@@ -160,6 +160,9 @@ def test_the_real_engine_goes_on_from_a_shared_step():
         assert own.any()
         np.testing.assert_allclose(row.logps[own], engines.score(row.ids)[own], atol=1e-4)
     assert not np.array_equal(branches[0].rows[0].ids, branches[1].rows[0].ids)
+    usage = engine.take_usage()
+    assert [branch.calls for branch in branches] == [1, 1]
+    assert (usage.prefilled, usage.reused) == (shared - 1, shared - 1)
 
 
 def test_every_leaf_is_trained_as_a_row_of_its_own():

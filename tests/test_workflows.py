@@ -204,6 +204,16 @@ def test_an_action_that_closes_on_the_last_allowed_token_counts():
     assert played.outcome.answers == ("Austen",)
 
 
+def test_the_example_of_an_answer_in_a_prompt_is_never_taken_for_the_answer():
+    example = "<answer>the answer</answer>"
+    assert example in PROMPTS.answerer and example in PROMPTS.agent
+    for played in (run_cascade(SUMMARY, "hm"), run_single("hm")):
+        assert example in played.requests[-1].messages[0].content
+        ended = played.outcome.sessions[-1]
+        assert (ended.status, ended.body) == (Status.MALFORMED, "")
+        assert played.outcome.answers == ("",)
+
+
 def test_each_candidate_loses_only_itself():
     candidates = (ANSWER, "Austen", Turn("<answer>Aus", Stop.LENGTH), CONTEXT, "<answer>Eliot</answer>")
     played = run_cascade(SUMMARY, candidates, candidates=5)

@@ -187,6 +187,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", required=True, help="folder to write, must be empty or new")
     add("--fixed", type=int, default=5000, help="questions of the manifest; 0: all that it may draw from")
     args = parser.parse_args(argv)
+    if args.fixed < 0:
+        parser.error(f"--fixed {args.fixed}: expected a number of questions, or 0 for all.")
     files: dict[tuple[str, str], list[str]] = {}
     for name, path in args.set:
         files.setdefault(name, []).append(path)

@@ -75,7 +75,8 @@ def read_records(path: str) -> Iterator[tuple[str, Record]]:
     object, or one object per line.
 
     Raises:
-      Refusal: there is no such file, it is cut off, or a table has no columns Question and Answer.
+      Refusal: there is no such file, it is cut off or damaged, a list is not the last of its file, or a
+        table has no columns Question and Answer.
     """
     if not epath.Path(path).is_file():
         raise Refusal(f"Found no file {path}, expected one of questions.")
@@ -97,39 +98,71 @@ def _lines(data: bytes, path: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _document(text: str, path: str) -> Iterator[tuple[str, bytes]]:
-    decoder, line, last = json.JSONDecoder(), 1, 0
-    at = _BETWEEN.match(text, _DOCUMENT.match(text).end()).end()
-    number = 0
+    opened = _DOCUMENT.match(text)
+    at = _BETWEEN.match(text, opened.end()).end()
+    line, last, number = 1, 0, 0
     while not text.startswith("]", at):
         line, last, number = line + text.count("\n", last, at), at, number + 1
         place = f"{path}, line {line}, record {number}"
-        try:
-            _, end = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise Refusal(f"{place}: not JSON ({error.msg}). Is the file cut off?") from error
+        end = _end_of_value(text, at, place)
         yield place, text[at:end].encode("utf-8", "surrogateescape")
         at = _BETWEEN.match(text, end).end()
+    _check_end(text, at + 1, "{" in opened[0], path)
+
+
+def _end_of_value(text: str, at: int, place: str) -> int:
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, at)
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", error)
+        raise Refusal(f"{place}: not JSON ({reason}). Is the file cut off?") from error
+    return end
+
+
+def _check_end(text: str, at: int, inside: bool, path: str) -> None:
+    """Raises Refusal unless a list that ends at `at` is the last of its file, but for the object it may be
+    inside."""
+    rest = ('{"Data": []' if inside else "[]") + text[at:]
+    found = rest[_end_of_value(rest, 0, f"{path}, behind the list") :].strip()
+    if found:
+        line = text.count("\n", 0, text.rindex(found)) + 1
+        raise Refusal(
+            f"{path}, line {line}: found {found[:40]!r} behind the list, expected its end. "
+            "Give each list a file of its own."
+        )
 
 
 def _rows(path: str) -> Iterator[tuple[str, dict]]:
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise Refusal(f"{path}: no parquet file ({error}).") from error
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = str(error).strip()
+        raise Refusal(f"{path}: no parquet file, or a damaged one ({reason}). Copy it again.") from error
     yield from ((f"{path}, record {number}", row) for number, row in enumerate(rows, 1))
 
 
 def _table(path: str) -> Iterator[tuple[str, dict]]:
-    text = epath.Path(path).read_bytes().decode("utf-8-sig", "surrogateescape")
-    rows = csv.reader(io.StringIO(text, newline=""))
-    columns = next(rows, [])
+    rows = _table_rows(path)
+    _, columns = next(rows, (1, []))
     if not {"Question", "Answer"} <= set(columns):
         raise Refusal(
             f"{path}, line 1: found the columns {columns!s:.80}, expected Question and Answer. "
             "A table of passages holds no questions."
         )
-    for row in rows:
-        yield f"{path}, line {rows.line_num}", dict(zip(columns, row, strict=False))
+    for line, row in rows:
+        yield f"{path}, line {line}", dict(zip(columns, row, strict=False))
+
+
+def _table_rows(path: str) -> Iterator[tuple[int, list[str]]]:
+    csv.field_size_limit(2**24)  # a whole page; Python's own limit is 2**17 characters
+    text = epath.Path(path).read_bytes().decode("utf-8-sig", "surrogateescape")
+    rows = csv.reader(io.StringIO(text, newline=""))
+    try:
+        yield from ((rows.line_num, row) for row in rows)
+    except csv.Error as error:
+        raise Refusal(
+            f"{path}, line {rows.line_num}: no row of a table ({error}). Is a quotation mark not closed?"
+        ) from error
 
 
 # ---------------------------------------------------------------- records

@@ -126,7 +126,8 @@ def evaluate_team(
 
 
 def write_episodes(episodes: Sequence[Episode], path: epath.PathLike) -> None:
-    """Writes what every workflow did, one JSON line each: answers, queries, titles found, how rows ended."""
+    """Writes what every workflow did, one JSON line each: answers, queries, ids and titles of the documents
+    found (titles repeat in a corpus), how rows ended."""
     epath.Path(path).write_text("".join(json.dumps(_shown(e), ensure_ascii=False) + "\n" for e in episodes))
 
 
@@ -139,7 +140,10 @@ def _shown(episode: Episode) -> dict:
         "gold": episode.question.answers,
         "answers": episode.answers,
         "searches": [
-            {"query": query, "documents": [document.title for document in found]}
+            {
+                "query": query,
+                "documents": [{"id": d.id, "title": d.title} for d in found],
+            }
             for query, found in zip(episode.queries, episode.documents, strict=True)
         ],
         "rows": [
