@@ -1,6 +1,7 @@
 """The BERT encoder: equal to transformers' own, whatever the batch; others are refused."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,9 @@ import numpy as np
 import pytest
 
 from mopd_jax.refusal import Refusal
-from mopd_jax.retrieval.encoder import Encoder, load_params, read_config
+from mopd_jax.retrieval.encoder import POOLING, Encoder, load_params, read_config
 from mopd_jax.retrieval.exact import make_mesh
-from tests.berts import TINY, WORDS, minilm, write_bert
+from tests.berts import TINY, WORDS, minilm, word_tokenizer, write_bert
 from tests.fixtures import GOLDEN
 
 TEXTS = [
@@ -123,6 +124,53 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path):
         read_config(tmp_path)
 
 
-def test_more_tokens_than_positions_are_refused(folder):
-    with pytest.raises(Refusal, match=r"tokens = 65, the encoder .* knows 64 positions"):
-        encoder(folder, tokens=65)
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
+        {"pooling_mode": "cls"},
+        {"pooling_mode": ["cls", "mean"]},
+    ],
+)
+def test_another_pooling_than_the_mean_is_refused(tmp_path, said):
+    pooling = write_bert(tmp_path) / POOLING
+    pooling.parent.mkdir()
+    pooling.write_text(json.dumps(said))
+    with pytest.raises(Refusal, match=r"1_Pooling/config\.json: found another pooling than the mean"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("said", [{"pooling_mode_mean_tokens": True}, {"pooling_mode": "mean"}, {}])
+def test_the_mean_and_what_names_no_pooling_are_read(tmp_path, said):
+    pooling = write_bert(tmp_path) / POOLING
+    pooling.parent.mkdir()
+    pooling.write_text(json.dumps({"word_embedding_dimension": TINY.width} | said))
+    assert read_config(tmp_path) == TINY
+
+
+@pytest.mark.parametrize("tokens", [-1, 0, 2, 65])
+def test_tokens_that_leave_no_text_or_exceed_the_positions_are_refused(folder, tokens):
+    words = rf"tokens = {tokens}, the encoder .* knows 64 positions: expected at least 3, since \[CLS\]"
+    with pytest.raises(Refusal, match=words):
+        encoder(folder, tokens=tokens)
+
+
+def test_three_tokens_leave_the_first_word(folder):
+    both, first, second = encoder(folder, tokens=3).embed(["Oslo Rome", "Oslo", "Rome"])
+    np.testing.assert_allclose(both, first, atol=1e-6)
+    assert np.abs(both - second).max() > 0.01
+
+
+def test_the_tokenizer_of_another_model_is_refused(tmp_path):
+    write_bert(tmp_path)
+    word_tokenizer(replace(TINY, vocab_size=41)).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(Refusal, match=r"ids up to 40, expected them below the vocab_size = 40 .* two models"):
+        encoder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_torn_file_is_refused_by_name(tmp_path, name):
+    path = write_bert(tmp_path) / name
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(Refusal, match=rf"{name} is torn \(.*\): copy it again"):
+        encoder(tmp_path)

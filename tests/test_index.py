@@ -141,6 +141,13 @@ def test_a_failed_build_leaves_the_earlier_index_and_nothing_else_is_ever_replac
         bm25.build(corpus, index)
 
 
+def test_a_file_in_the_place_of_the_index_is_refused_and_stays(tmp_path, corpus):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(Refusal, match=r"file is a file, expected a folder that can be replaced"):
+        build_index.main(["--corpus", corpus, "--out", str(tmp_path / "file")])
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_what_needs_more_memory_than_is_free_is_refused_with_need_and_have():
     have = available_bytes()
     assert 10**8 < have < 10**14

@@ -9,12 +9,13 @@ import threading
 
 import pytest
 
+from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval.bm25 import BM25Search
 from mopd_jax.retrieval.http import HTTPSearch
 from mopd_jax.retrieval.search import SearchError
 from mopd_jax.retrieval.server import LONGEST_BODY, SearchServer
 from tests.test_bm25 import PASSAGES, write_corpus
-from tools import build_index
+from tools import build_index, serve_retriever
 
 QUERIES = ["capital of Norway", "flowing rivers", "inlet"]
 
@@ -68,8 +69,9 @@ def test_scores_on_and_off_give_the_same_documents_as_many_as_queries(server, co
     assert all(hits == sorted(hits, key=lambda hit: -hit["score"]) for hits in scored["result"])
 
 
-def test_topk_is_three_where_it_is_not_said(server):
-    _, answer = post(server, b'{"queries": ["Tiber"]}')
+@pytest.mark.parametrize("body", [b'{"queries": ["Tiber"]}', b'{"queries": ["Tiber"], "topk": null}'])
+def test_topk_is_three_where_it_is_absent_or_null(server, body):
+    _, answer = post(server, body)
     assert len(answer["result"][0]) == 3
 
 
@@ -155,3 +157,32 @@ def test_the_command_serves_an_index_on_the_loopback(tmp_path):
     finally:
         process.kill()
         process.communicate()
+
+
+def serve(host: str, port: int, *flags: str) -> None:
+    """Calls the command on files that are not there: what is refused is refused before they are opened."""
+    address = ["--host", host, "--port", str(port)]
+    serve_retriever.main(["--corpus", "absent.jsonl", "--index", "absent", *address, *flags])
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("127.0.0.1", 65536), ("192.0.2.1", 8000), ("no.host.invalid", 8000)]
+)
+def test_an_address_that_is_none_of_this_machine_is_refused(host, port):
+    words = (
+        rf"^Cannot listen at {re.escape(host)}:{port} \(.+\): choose another --port, or an address of this"
+    )
+    with pytest.raises(Refusal, match=words):
+        serve(host, port)
+
+
+def test_a_port_in_use_is_refused(server):
+    port = server.server_port
+    with pytest.raises(Refusal, match=rf"^Cannot listen at 127\.0\.0\.1:{port} \(.*already in use\): choose"):
+        serve("127.0.0.1", port)
+
+
+def test_a_cache_of_fewer_than_no_queries_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        serve("127.0.0.1", 0, "--cache", "-1")
+    assert "--cache: found -1, expected a number from 0 on" in capsys.readouterr().err

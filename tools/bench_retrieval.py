@@ -222,17 +222,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     def mode(name: str, run: Callable[[argparse.Namespace], None], **defaults: int) -> Callable:
         added = modes.add_parser(name, help=run.__doc__.partition("\n")[0])
         added.set_defaults(run=run)
-        for flag, default in (defaults | {"seed": 0}).items():
+        for flag, default in defaults.items():
             added.add_argument(f"--{flag}", type=int, default=default)
         return added.add_argument
 
-    mode("corpus", write_corpus, passages=1_000_000)("--out", required=True)
-    for name, run, defaults in (("bm25", bench_bm25, {"queries": 512}), ("recall", bench_recall, {})):
+    mode("corpus", write_corpus, passages=1_000_000, seed=0)("--out", required=True)
+    drawn = {"queries": 512, "seed": 0}
+    for name, run, defaults in (("bm25", bench_bm25, drawn), ("recall", bench_recall, {})):
         add = mode(name, run, **defaults)
         add("--corpus", required=True)
         add("--index", required=True)
     add("--questions", nargs="+", required=True)
-    mode("exact", bench_exact, passages=500_000, width=384, queries=64)
+    mode("exact", bench_exact, passages=500_000, width=384, queries=64, seed=0)
     mode("fit", bench_fit, passages=21_000_000, width=768, queries=512)("--topology", default="v5e:2x4")
     return parser.parse_args(argv)
 

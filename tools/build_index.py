@@ -7,7 +7,7 @@
 The corpus is a file of `{"id", "contents"}` lines. The index refers to it by offsets and holds no text, so
 both are named where they are used: `--config.retrieval.backend=bm25` (or dense)
 `--config.retrieval.corpus=corpus.jsonl --config.retrieval.index=index/bm25`. An encoder is a Hugging Face
-folder of a BERT model (E5, MiniLM, BGE); its files become a part of the index.
+folder of a BERT model (E5, MiniLM); its files become a part of the index.
 """
 
 import argparse

@@ -45,7 +45,7 @@ def build(
       progress: show a bar.
 
     Raises:
-      Refusal: corpus or encoder are refused (`corpus.scan`, `encoder.read_config`), or `folder` holds
+      Refusal: corpus or encoder are refused (`corpus.scan`, `encoder.Encoder`), or `folder` holds
         something else.
     """
     embedder, starts = Encoder(Path(encoder), make_mesh(jax.local_devices()), tokens), []
@@ -73,7 +73,7 @@ class DenseSearch:
     def __init__(self, corpus: str, folder: str):
         """Opens the index and lays its embeddings out over this process' devices.
 
-        Raises as `index.unseal`, `encoder.read_config` and `exact.ExactSearch`.
+        Raises as `index.unseal`, `encoder.Encoder` and `exact.ExactSearch`.
         """
         meta, mesh = unseal(folder, KIND, corpus), make_mesh(jax.local_devices())
         made_by = meta["made_by"]

@@ -26,6 +26,8 @@ from mopd_jax.retrieval.corpus import batched
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 """What an encoder is read from."""
+POOLING = "1_Pooling/config.json"
+"""Where sentence-transformers says how a text's vector is made of its positions'."""
 TILE = 32
 """Texts are padded to a multiple of so many tokens: few shapes, little padding."""
 
@@ -138,21 +140,66 @@ def read_config(folder: Path) -> BertConfig:
     """Returns the sizes in a folder's config.json.
 
     Raises:
-      Refusal: a file or a field is missing, or a field asks for what the model does not implement.
+      Refusal: a file or a field is missing, config.json is torn, or a field asks for what the model does not
+        implement; or sentence-transformers would pool otherwise than `pooled`.
     """
     for name in FILES:
         if not (folder / name).exists():
             raise Refusal(f"{folder / name} is missing: an encoder is {', '.join(FILES)}.")
-    found = json.loads((folder / "config.json").read_text())
+    found = _read_json(folder / "config.json")
     for field, values in _SUPPORTED.items():
         if found.get(field) not in values:
             raise Refusal(
                 f"{folder / 'config.json'}: found {field} = {found.get(field)!r}, expected {values[0]!r}. "
-                "Only plain BERT encoders (E5, MiniLM, BGE, …) are supported."
+                "Only plain BERT encoders (E5, MiniLM, …) are supported."
             )
     if missing := [field for field in SIZES.values() if field not in found]:
         raise Refusal(f"{folder / 'config.json'}: found no {missing[0]}, expected that of a BERT encoder.")
+    _require_mean(folder / POOLING)
     return BertConfig(**{ours: found[theirs] for ours, theirs in SIZES.items()})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise Refusal(f"{path} is torn ({error}): copy it again.") from error
+
+
+def _require_mean(pooling: Path) -> None:
+    """Refuses a file that names another pooling than the mean; one that names none, or no file, is fine."""
+    found = _read_json(pooling) if pooling.exists() else {}
+    # Older sentence-transformers write a flag for each pooling, newer ones the name of the one in use.
+    if not found.get("pooling_mode_mean_tokens", True) or found.get("pooling_mode", "mean") != "mean":
+        raise Refusal(f"{pooling}: found another pooling than the mean, which is all there is (E5, MiniLM).")
+
+
+def load_tokenizer(folder: Path, config: BertConfig, tokens: int) -> Tokenizer:
+    """Returns the tokenizer in a folder's tokenizer.json, which cuts a text after so many tokens.
+
+    Raises:
+      Refusal: it is torn, or has ids that the model does not know; or `tokens` leave no place for a text or
+        are more than the model has positions.
+    """
+    if not 3 <= tokens <= config.positions:
+        raise Refusal(
+            f"tokens = {tokens}, the encoder {folder} knows {config.positions} positions: expected at least "
+            "3, since [CLS] and [SEP] take two, and no more than there are positions."
+        )
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise Refusal(f"{path} is torn ({error}): copy it again.") from error
+    highest = max(tokenizer.get_vocab().values())
+    if highest >= config.vocab_size:
+        raise Refusal(
+            f"{path}: found ids up to {highest}, expected them below the vocab_size = {config.vocab_size} of "
+            "config.json: they are of two models. Copy both from one."
+        )
+    tokenizer.enable_truncation(tokens)
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def load_params(folder: Path, config: BertConfig) -> dict[str, Any]:
@@ -226,22 +273,21 @@ class Encoder:
     Args:
       folder: of the encoder.
       mesh: one axis of devices, over which texts are split; each holds the weights.
-      tokens: a longer text loses its end.
+      tokens: a longer text loses its end; [CLS] and [SEP] count.
       dtype: of the products' operands; sums, norms and softmax are float32. By default float32 on a CPU,
         which is often slower at bfloat16, and bfloat16 elsewhere.
+
+    Raises:
+      Refusal: as `read_config`, `load_tokenizer` and `load_params`.
     """
 
     def __init__(self, folder: Path, mesh: Mesh, tokens: int, dtype: jnp.dtype | None = None):
         config = read_config(folder)
-        if tokens > config.positions:
-            raise Refusal(f"tokens = {tokens}, the encoder {folder} knows {config.positions} positions.")
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         # Per device and call. The caches of a CPU hold what a layer makes of a few texts only.
         self._rows = 8 if on_cpu else 64
         self.width, self._devices = config.width, mesh.size
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._tokenizer.enable_truncation(tokens)
-        self._tokenizer.no_padding()
+        self._tokenizer = load_tokenizer(folder, config, tokens)
         whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), mesh.axis_names))
         self._params = jax.device_put(load_params(folder, config), whole)
         bert = Bert(config, dtype or (jnp.float32 if on_cpu else jnp.bfloat16))

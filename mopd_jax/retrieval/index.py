@@ -23,9 +23,11 @@ def building(folder: str) -> Iterator[Path]:
     """Yields a new folder that becomes `folder`, in place of an earlier index, if no error occurs.
 
     Raises:
-      Refusal: `folder` holds something else.
+      Refusal: `folder` is a file or holds something else.
     """
     final = Path(folder)
+    if final.exists() and not final.is_dir():
+        raise Refusal(f"{folder} is a file, expected a folder that can be replaced, or none: choose another.")
     if final.exists() and any(final.iterdir()) and not (final / META).exists():
         raise Refusal(f"{folder} holds files and no {META}: choose a folder that can be replaced.")
     partial = final.absolute().with_name(f".{final.name}.partial")

@@ -14,6 +14,8 @@ LONGEST_BODY = 2**24
 """Bytes of a request."""
 MOST_DOCUMENTS = 1000
 """Documents per query."""
+TOPK = 3
+"""Documents per query where a request does not say."""
 IDLE_S = 600
 """Seconds after which a connection without requests is closed."""
 
@@ -100,9 +102,10 @@ def _request(body: bytes) -> tuple[list[str], int, bool]:
         raise _BadRequest(f"found a JSON {type(request).__name__}, expected an object")
     queries, k, with_scores = (
         request.get("queries"),
-        request.get("topk", 3),
+        request.get("topk"),
         request.get("return_scores", False),
     )
+    k = TOPK if k is None else k  # null is as good as absent
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
         raise _BadRequest(f"found queries = {queries!r:.120}, expected a list of texts")
     if type(k) is not int or not 0 < k <= MOST_DOCUMENTS:
