@@ -118,7 +118,13 @@ def _slots(flat: Mapping[str, Any], config: Qwen3Config, dtype: jnp.dtype | None
 
 def _whole(slot: _Slot) -> np.ndarray:
     """Brings one tensor's parameter together; every process that holds a part of it has to take part."""
-    return np.asarray(_fetch(slot.array.sharding, slot.dtype)(slot.array, slot.layer))
+    found = _fetch(slot.array.sharding, slot.dtype)(slot.array, slot.layer)
+    if found.is_fully_replicated:
+        return np.asarray(found)
+    whole = np.empty(found.shape, found.dtype)
+    for part in found.addressable_shards:  # one by one: JAX would hold a copy of each on the host, too
+        whole[part.index] = part.data
+    return whole
 
 
 @functools.cache
