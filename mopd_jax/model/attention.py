@@ -58,7 +58,7 @@ def attend_two_parts(
     history, turn = jnp.exp(history - peak), jnp.exp(turn - peak)
     total = history.sum(-1, keepdims=True) + turn.sum(-1, keepdims=True)
     from_history = _dot("gkncp,gkph->gknch", history.astype(q_GCNH.dtype), history_v_GKPH)
-    # Products in the order in which a turn lies: any other is ten times as slow on CPU.
+    # Products in the order in which a turn lies: any other is several times as slow on CPU.
     turn = turn.astype(q_GCNH.dtype).swapaxes(2, 3)
     from_turn = _dot("gkcns,gkcsh->gkcnh", turn, turn_v_GKCSH).swapaxes(2, 3)
     return _by_head((from_history + from_turn) / total).astype(q_GCNH.dtype)

@@ -80,9 +80,8 @@ def _fit_row(fit: Fit, chip: Chip) -> list[str]:
 
 
 def format_sampling(fits: Sequence[Fit], plan: Plan, chip: Chip) -> list[str]:
-    """Returns a line per decode program: temporaries against the cache, the bytes that a step reads at
-    least, and what
-    candidates save by sharing their prefix."""
+    """Returns a line per decode program: temporaries against the cache, the bytes that a step reads at least,
+    and what candidates save by sharing their prefix."""
     lines, itemsize = [], plan.cache_itemsize
     for fit in fits:
         if fit.program.lane is None or fit.refused or not fit.program.name.startswith("decode"):
