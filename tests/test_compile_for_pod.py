@@ -99,7 +99,10 @@ def checkpoint(tmp_path_factory) -> pathlib.Path:
 
 def run(checkpoint: pathlib.Path, *overrides: str) -> subprocess.CompletedProcess:
     models = [f"--config.model.{name}={checkpoint}" for name in ("init", "teacher", "reference")]
-    arguments = ["--config=configs/stage2.py", "--topology=v5e:2x2", *SMALL, *models, *overrides]
+    return run_tool("--config=configs/stage2.py", "--topology=v5e:2x2", *SMALL, *models, *overrides)
+
+
+def run_tool(*arguments: str) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return subprocess.run(
         [sys.executable, "-m", "tools.compile_for_pod", *arguments],
@@ -109,6 +112,11 @@ def run(checkpoint: pathlib.Path, *overrides: str) -> subprocess.CompletedProces
         text=True,
         timeout=600,
     )
+
+
+def temporaries(output: str) -> list[float]:
+    """Shares of the cache, in %, that the decode programs take beside it."""
+    return [float(share) for share in re.findall(r"temporaries [\d.]+ MB \(([\d.]+)%\)", output)]
 
 
 def rows(output: str) -> dict[str, list[str]]:
@@ -126,9 +134,16 @@ def test_a_small_stage2_compiles_for_a_host(checkpoint):
     assert len(found) == 11 and all(cells[3] == "fits" for cells in found.values())
     assert int(found["score"][7]) >= 2, "one kernel for the student, one for the frozen model"
     assert int(found["update: accumulate"][7]) >= 3, "forward, recomputed forward, backward"
-    shares = [float(share) for share in re.findall(r"temporaries [\d.]+ MB \(([\d.]+)%\)", done.stdout)]
-    assert len(shares) == 2 and max(shares) < 1
+    assert len(temporaries(done.stdout)) == 2
     assert "Involuntary full rematerialization" not in done.stderr
+
+
+@needs_libtpu
+def test_decoding_at_the_real_size_takes_less_than_a_hundredth_of_its_cache():
+    done = run_tool("--config=configs/h_mas.py", "--topology=v5e:4x4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    shares = temporaries(done.stdout)
+    assert shares and max(shares) < 1
 
 
 @needs_libtpu
