@@ -545,11 +545,13 @@ def test_twenty_batches_of_mixed_lengths_compile_nothing_new(learner, scorer, st
             warm.update(shapes)
     assert len(warm) == 8
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
-        seen = set()
+        seen, counts = set(), set()
         for seed in range(20):
             state, shapes = step(state, mixed(seed))
             seen.update(shapes)
+            counts.add(len(shapes))
         assert compiled(caplog) == []
         jax.jit(lambda x: x + 1)(1.0)
         assert compiled(caplog) != []  # the log does tell
-    assert len(seen) >= 4, "the batches are all alike"
+    assert len(seen) >= 4 and len(counts) > 2, "the batches are all alike"
+    assert int(state.step) == 8 + 20
