@@ -88,6 +88,16 @@ def test_a_micro_batch_leaves_gradients_where_the_weights_lie(learner, mesh, row
     assert found & {(B, T, 16), (B // 2, T, 16), (B, T, 4, 8), (2, T, 4, 8), (2, T, 24)} == set()
 
 
+def test_the_heads_gradient_is_summed_over_the_shards_once(learner, mesh, rows):
+    """After the last chunk of positions, not after each: it is as large as the head."""
+    with sharding.on_mesh(mesh):
+        text = learner.lower(*rows)["accumulate"].compile().as_text()
+    assert rows[0].source.size // (B // 4) > LEARN.logit_chunk  # several chunks
+    head = r"f32\[16,20\].* all-reduce\("  # the width × half of the vocabulary
+    sums = [c.splitlines()[0] for c in re.split(r"\n(?=\S)", text) if re.search(head, c)]
+    assert len(sums) == 1 and sums[0].startswith("ENTRY")
+
+
 def test_an_update_leaves_weights_and_moments_where_they_were(learner, mesh):
     state = learner.abstract_state()
     with sharding.on_mesh(mesh):

@@ -126,9 +126,14 @@ def map_shards(f: Callable[..., Any], weights: Any, *rows_B: jax.Array) -> Any:
     """
     if jax.sharding.get_abstract_mesh().empty:
         return f(weights, *rows_B)
-    rows = spec(("batch",))
+    axes, rows = RULES["batch"], spec(("batch",))
+
+    def each(weights, *rows_B):
+        # Every shard's own copy: of a shared one the gradient would be summed wherever `f` uses it.
+        return f(jax.lax.pcast(weights, axes, to="varying"), *rows_B)
+
     in_specs = (PartitionSpec(), *[rows] * len(rows_B))
-    mapped = jax.shard_map(f, in_specs=in_specs, out_specs=rows, axis_names=set(RULES["batch"]))
+    mapped = jax.shard_map(each, in_specs=in_specs, out_specs=rows, axis_names=set(axes))
     return mapped(weights, *rows_B)
 
 

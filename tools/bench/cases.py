@@ -60,6 +60,8 @@ class Scale:
     """Of our learner and scorer."""
     loads: tuple[int, ...]
     """Multiples of the requests."""
+    batches: tuple[int, ...]
+    """Multiples of the questions of one training step: in a larger one less of the time is its emptying."""
     matmul: int
     """Rows and columns of the roofline's matrices."""
 
@@ -87,6 +89,7 @@ SCALES = {
         recorded=2,
         micro_batch_tokens=1280,
         loads=(1, 2, 4, 8),
+        batches=(1, 4),
         matmul=2048,
     ),
     "tiny": Scale(
@@ -111,6 +114,7 @@ SCALES = {
         recorded=1,
         micro_batch_tokens=64,
         loads=(1, 2),
+        batches=(1, 2),
         matmul=64,
     ),
 }
@@ -136,7 +140,7 @@ class Job:
     micro_batch: int = 0
     """Rows per micro-batch; 0: our own packing, or everything at once."""
     multiple: int = 1
-    """Of the requests, under load."""
+    """Of the requests, under load; of the questions of a step."""
 
     @property
     def sizes(self) -> Scale:
@@ -146,7 +150,7 @@ class Job:
     @property
     def title(self) -> str:
         """How it is called in a table."""
-        load = f"× {self.multiple}" if self.work == LOAD else ""
+        load = f"× {self.multiple}" if self.work in (LOAD, STEP) else ""
         return ", ".join(filter(None, (self.contestant, self.recipe, load)))
 
     @property
@@ -185,10 +189,10 @@ def recipes(contestant: str, work: str, dtype: str) -> tuple[str, ...]:
 def variants(base: Job) -> list[list[Job]]:
     """Returns one list per line of the table: the jobs of which the fastest takes part."""
     scale, micro_batches = base.sizes, (0,)
+    multiples = {LOAD: scale.loads, STEP: scale.batches}.get(base.work, (1,))
     if base.contestant != OURS and base.work in (LOGPROBS, UPDATE, RAGGED):
         # Short rows fill a processor in larger micro-batches only.
         micro_batches = [4 * n if base.work == RAGGED else n for n in scale.micro_batches]
-    multiples = scale.loads if base.work == LOAD else (1,)
     return [
         [replace(base, recipe=recipe, multiple=multiple, micro_batch=n) for n in micro_batches]
         for recipe in recipes(base.contestant, base.work, base.dtype)

@@ -40,7 +40,7 @@ def tasks(config: Config, step: int) -> list[Task]:
 
 def step(job: Job) -> Callable[[], dict]:
     """Steps of stage 2 of the embedded world: roll out → score → update, other questions in each."""
-    config = training(inputs.policy(job.folder), job.sizes.questions, Precision(job.dtype))
+    config = training(inputs.policy(job.folder), job.multiple * job.sizes.questions, Precision(job.dtype))
     mesh = sharding.make_mesh((1, 1, 1), jax.devices()[:1])
     student = parts.open_model(config.model.init, config)
     learner = Learner(student.model, config.learn, config.optim, config.train.steps, mesh)

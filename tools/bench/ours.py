@@ -38,7 +38,7 @@ from tools.bench.cases import (
 VERSIONS = {"jax": jax.__version__}
 BUCKETS = (128, 256)
 """Row lengths for the recorded episodes, whose rows have up to 208 tokens: several share one."""
-LOGIT_CHUNK = 512
+LOGIT_CHUNK = 256
 OPTIM = OptimConfig(lr=LR, b1=B1, b2=B2, eps=EPS, max_grad_norm=MAX_GRAD_NORM)
 
 
