@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import pathlib
 import random
+import re
 
 import bm25s
 import numpy as np
@@ -15,8 +17,10 @@ from mopd_jax.refusal import Refusal
 from mopd_jax.retrieval import bm25
 from mopd_jax.retrieval.bm25 import BM25Search
 from mopd_jax.retrieval.corpus import scan
+from mopd_jax.retrieval.index import seal
 from mopd_jax.retrieval.search import Document
 
+SMAPS = pathlib.Path("/proc/self/smaps")
 STEMMER = Stemmer.Stemmer("english")
 PASSAGES = [
     ("a", '"Oslo"\nOslo is the capital of Norway.'),
@@ -78,6 +82,38 @@ def test_the_best_passages_are_those_that_bm25s_scores_best(tmp_path):
         (found,) = search.search([" ".join(query)], k)
         np.testing.assert_allclose([d.score for d in found], np.sort(scores)[: -k - 1 : -1], rtol=1e-5)
         np.testing.assert_allclose([d.score for d in found], scores[[int(d.id) for d in found]], rtol=1e-5)
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="resident pages are read from /proc")
+def test_less_than_a_third_of_an_index_is_resident_however_many_words_are_asked_for(tmp_path):
+    """Of a thousand lists of 8,000 passages each, 64 MB, every query reads one."""
+    index, words = tmp_path / "index", [f"word{i}" for i in range(1000)]
+    corpus = write_corpus(tmp_path / "corpus.jsonl", [(str(i), "text") for i in range(8000)])
+    starts, (hashes, ranks) = [start for start, _ in scan(corpus)], bm25.ranked(words)
+    ends, bounds = np.arange(1001) * 8000, np.ones(1000, np.float32)
+    numbers, weights = np.tile(np.arange(8000, dtype=np.int32), 1000), np.ones((1000, 8000), np.float32)
+    weights[ranks, np.arange(1000)] = 2  # word i finds passage i
+    index.mkdir()
+    arrays = (np.array(starts), hashes, ends, bounds * 2, numbers, weights.reshape(-1))
+    for name, array in zip(bm25.FILES, arrays, strict=True):
+        np.save(index / name, array)
+    seal(index, bm25.KIND, corpus)
+    search, sizes = BM25Search(corpus, str(index)), []
+    for i in random.Random(0).sample(range(1000), 1000):
+        assert search.search([words[i]], 1)[0][0].id == str(i)
+        sizes.append(mapped_bytes(index) if i % 5 == 0 else 0)
+    assert 64e6 / 8 < max(sizes) < 64e6 / 3
+
+
+def mapped_bytes(folder: pathlib.Path) -> int:
+    """Returns the resident bytes of this process that are pages of files in a folder."""
+    total, inside = 0, False
+    for line in SMAPS.read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = f" {folder}/" in line
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
 
 
 def test_two_words_of_one_hash_are_refused_by_name():

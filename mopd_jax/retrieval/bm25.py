@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import mmap
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -27,7 +28,11 @@ CHUNK = 10_000
 """Passages that are cut into words at a time."""
 BUILD_BYTES = 10
 """Most memory that building takes, in bytes per byte of the corpus: 8.2 measured for 65 MB of random words,
-7.3 for 650 MB, 5.9 for 22 MB of Wikipedia; an opened index holds next to nothing."""
+7.3 for 650 MB, 5.9 for 22 MB of Wikipedia; of an opened index less than a third is resident."""
+BLOCK = 1 << 21
+"""Bytes of a file that one read may map: at most a whole large page of the system's cache, 2 MB on Linux."""
+HELD = 1 / 4
+"""Share of the words' lists that stays mapped: with the other files an index holds less than a third [D]."""
 FEW = 4
 """Passages found are searched for in a list at least so many times as long, and merged with a shorter one."""
 SLACK = 1 - 1e-5
@@ -130,8 +135,9 @@ class BM25Search:
 
     def _open(self, corpus: str, folder: str) -> None:
         meta = unseal(folder, KIND, corpus)
-        arrays = (np.asarray(np.load(Path(folder) / name, mmap_mode="r")) for name in FILES)
-        starts, self._hashes, self._ends, self._bounds, self._numbers, self._weights = arrays
+        arrays = (np.load(Path(folder) / name, mmap_mode="r") for name in FILES)
+        starts, self._hashes, ends, self._bounds, numbers, weights = arrays
+        self._lists = _Lists(ends, numbers, weights)
         self._corpus = Corpus(corpus, starts)
         self._tokenize = make_tokenizer()
         self.identity = f"{KIND}:{meta['corpus']}"
@@ -162,7 +168,7 @@ class BM25Search:
         rest = np.append(np.cumsum(gains[order][::-1], dtype=np.float64)[::-1], 0).tolist()
         found, scores, floor = np.zeros(0, np.int32), np.zeros(0, np.float32), 0.0
         for word, count, most, after in zip(words[order], counts[order], rest[:-1], rest[1:], strict=True):
-            numbers, weights = self._postings(word)
+            numbers, weights = self._lists.postings(word)
             there, here = _shared(found, numbers)
             scores[there] += count * weights[here]
             if most >= floor:
@@ -178,10 +184,36 @@ class BM25Search:
         best = np.lexsort((found, -scores))[:k]
         return found[best], scores[best]
 
-    def _postings(self, word: int) -> tuple[np.ndarray, np.ndarray]:
+
+class _Lists:
+    """Of every word the passages that hold it: two files, at most `HELD` of them mapped, or one list.
+
+    Threads may share it: what is let go of while another one reads it comes back, and at worst late.
+    """
+
+    def __init__(self, ends: np.memmap, numbers: np.memmap, weights: np.memmap):
+        self._ends, self._numbers, self._weights = (np.asarray(x) for x in (ends, numbers, weights))
+        self._maps = numbers.base, weights.base
+        self._offset = numbers.offset
+        size = numbers.offset + numbers.nbytes
+        self._touched = np.zeros(-(-size // BLOCK), bool)  # blocks of either file, which are alike
+
+    def postings(self, word: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns numbers, ascending, and scores of the passages that hold a word."""
         part = slice(self._ends[word], self._ends[word + 1])
+        first, last = (self._offset + place * self._numbers.itemsize for place in (part.start, part.stop))
+        blocks = slice(first // BLOCK, -(-last // BLOCK))
+        self._touched[blocks] = True
+        if np.count_nonzero(self._touched) > HELD * len(self._touched):
+            self._let_go()
+            self._touched[blocks] = True
         return self._numbers[part], self._weights[part]
+
+    def _let_go(self) -> None:
+        """Unmaps all pages. The system may keep them, then the next to read one has it without the disk."""
+        for mapped in self._maps:
+            mapped.madvise(mmap.MADV_DONTNEED)
+        self._touched[:] = False
 
 
 def _shared(found: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
