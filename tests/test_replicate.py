@@ -193,3 +193,18 @@ def test_a_checkout_with_changes_is_refused_before_anything_is_written(checkout,
     change.unlink()
     assert process.returncode == 2 and "Traceback" not in output
     assert "?? notes.txt" in output and not (tmp_path / "out").exists()
+
+
+def test_interrupted_in_an_evaluation_it_continues_to_the_same_report(checkout, straight):
+    """As if killed while the results were written; the last test here, for it changes the finished run."""
+    whole = figures(straight)
+    evaluation = straight / "seed_1" / "stage1_c_mas"
+    (evaluation / "evaluated.json").unlink()
+    results = (evaluation / "results.jsonl").read_bytes()
+    (evaluation / "results.jsonl").write_bytes(results[: len(results) // 2])
+    shutil.rmtree(straight / "report")
+
+    output = finish(start(checkout, straight))
+    assert f"{straight}/seed_1/c_mas is evaluated already" in output
+    assert f"{evaluation} is evaluated already" not in output
+    assert figures(straight) == whole
