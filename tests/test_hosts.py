@@ -100,6 +100,7 @@ def found(tmp_path_factory) -> dict[str, dict]:
 
 
 def test_two_processes_on_replayed_episodes_have_the_losses_of_one(found):
+    """Kind 30."""
     for run in ("equal", "one_idle"):
         expected = found["one"][run]["lines"]
         assert len({line["loss"] for line in expected}) == 3

@@ -141,6 +141,14 @@ def test_a_failed_build_leaves_the_earlier_index_and_nothing_else_is_ever_replac
         bm25.build(corpus, index)
 
 
+def test_a_folder_that_holds_something_else_is_refused_before_the_corpus_is_read(tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("no JSON")
+    with pytest.raises(Refusal, match=r"holds files and no index\.json: choose a folder"):
+        bm25.build(str(bad), str(tmp_path))
+    assert [file.name for file in tmp_path.iterdir()] == ["bad.jsonl"]
+
+
 def test_a_file_in_the_place_of_the_index_is_refused_and_stays(tmp_path, corpus):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(Refusal, match=r"file is a file, expected a folder that can be replaced"):

@@ -216,7 +216,7 @@ def test_a_token_moves_towards_the_teacher(sign, learner, scorer, params, state)
 
 
 def test_unchanged_weights_give_ratio_one(learner, scorer, params, state, signals):
-    """The learner's own log-probs are those of the fused pass: the loss is −Σ w m A / N, no clip binds."""
+    """Kind 14. Own log-probs are those of the fused pass: the loss is −Σ w m A / N, no clip binds."""
     packed = pack_rows(ROWS, LEARN, shards=1)
     old = [s.old for s in score(scorer, params, packed, len(ROWS))]
     streams = policy_streams(ROWS, packed, signals.advantages, old, LEARN)
@@ -256,6 +256,7 @@ def test_a_second_update_on_the_same_batch_has_another_ratio_and_the_clip_binds(
 
 
 def test_gradient_does_not_depend_on_the_order_of_the_rows(learner, params, signals, expected):
+    """Kind 15."""
     order = [5, 2, 0, 6, 3, 1, 4]
     rows = [ROWS[i] for i in order]
     packed = pack_rows(rows, LEARN, shards=1)
@@ -270,6 +271,7 @@ def compiled(caplog, name: str = "") -> list[str]:
 
 
 def test_gradient_on_eight_devices_is_that_of_one(pod, model, params, signals, expected, caplog):
+    """Kind 15."""
     shards = sharding.row_shards(sharding.make_mesh((2, 2, 2)))
     packed = pack_rows(ROWS, LEARN, shards)
     params, layout = spread(params, model)
@@ -283,8 +285,8 @@ def test_gradient_on_eight_devices_is_that_of_one(pod, model, params, signals, e
 
 
 def test_gradient_does_not_depend_on_packing_padding_and_micro_batches(learner, scorer, params):
-    """Supervised in one wide micro-batch, with other padding: what the policy gradient with A = 1, ρ = 1
-    and no sampler weight is in two narrow ones."""
+    """Kind 15. Supervised in one wide micro-batch, with other padding: what the policy gradient with A = 1,
+    ρ = 1 and no sampler weight is in two narrow ones."""
     packed = pack_rows(ROWS, WIDE, shards=1)
     (micro,) = packed.batch.micros
     assert micro.ids.shape == (8, 32) and micro.segments.max() > 1
@@ -321,7 +323,7 @@ def test_equal_candidates_packed_once_give_the_loss_and_gradient_of_all_of_them(
 
 
 def test_padding_contributes_exactly_nothing(learner, params, signals, expected):
-    """Whatever stands in padded tokens, padded rows and unused positions, be it an end of turn."""
+    """Kind 16. Whatever stands in padded tokens, padded rows and unused positions, be it an end of turn."""
     packed = pack_rows(ROWS, LEARN, shards=1)
     streams = signals.streams(ROWS, packed, list(range(len(ROWS))))
     micros = packed.batch.micros
@@ -341,6 +343,7 @@ def test_padding_contributes_exactly_nothing(learner, params, signals, expected)
 
 @pytest.mark.parametrize("count", [9, 23])
 def test_any_number_of_rows_is_one_optimizer_step(count, learner, scorer, params, state):
+    """Kind 16."""
     rows = [
         row for seed in range(4) for row in make_rows(*["....xxxxxxxxxxxx", "..xxxxxxxxxx"] * 3, seed=seed)
     ]

@@ -1,15 +1,17 @@
 """What a program looks for before its first phase: files, models, devices, search servers of all phases."""
 
+import json
 import socket
 
 import jax
 import pytest
 
 from mopd_jax.checks import ConfigError
-from mopd_jax.config import Backend, Config, Kind, phases
+from mopd_jax.config import Backend, Config, Kind, Precision, phases
+from mopd_jax.model import sharding
 from mopd_jax.retrieval import bm25
 from mopd_jax.retrieval.corpus import fingerprint
-from mopd_jax.run import preflight
+from mopd_jax.run import parts, preflight
 from tests import tiny
 from tests.test_bm25 import PASSAGES, write_corpus
 
@@ -56,6 +58,30 @@ def test_what_later_phases_miss_is_found_at_once(named, tmp_path):
     assert "neither a Hugging Face folder (no config.json) nor a run" in reference
     assert f"team.mesh.shape = (1, {DEVICES}, 2): takes {2 * DEVICES} devices, found {DEVICES}" in mesh
     assert tensor.endswith(f"= {DEVICES + 1}: must divide the devices of a process, here {DEVICES}.")
+
+
+def test_a_teacher_that_does_not_fit_is_found_at_once_unless_it_is_yet_to_be_made(named, tmp_path):
+    """Kind 20."""
+    phase, base, other = named["team"], tmp_path / "base", tmp_path / "other"
+    student = parts.open_model("random", named["start"])
+    params = parts.load_params(student, sharding.make_mesh((1, DEVICES, 1)), Precision.FLOAT32, seed=0)
+    for folder in (base, other):
+        parts.export(folder, student, params, phase.team)
+    stops = json.loads((other / "generation_config.json").read_text())
+    stops["eos_token_id"] = [stops["eos_token_id"], stops["pad_token_id"]]
+    (other / "generation_config.json").write_text(json.dumps(stops))
+    phase.model.init, phase.model.reference = str(base), str(base)
+    preflight.check(named)
+    phase.model.teacher = str(other)
+    (teacher,) = problems(named)
+    assert teacher.startswith(
+        f"- config.team.model.teacher = '{other}': Student and teacher differ in eos_ids"
+    )
+    named["teacher"].run.dir = str(other)
+    preflight.check(named)
+    phase.model.searcher = str(other)
+    (searcher,) = problems({"": phase}, Kind.EVALUATE)
+    assert searcher.startswith(f"- config.model.searcher = '{other}': Student and Searcher differ in eos_ids")
 
 
 def test_an_index_of_another_corpus_is_found_at_once(named, tmp_path):

@@ -48,6 +48,15 @@ def build(corpus: str, folder: str, progress: bool = False) -> None:
       Refusal: the corpus is refused (see `corpus.scan`), holds no word, or needs more memory than is free;
         `folder` holds something else.
     """
+    with building(folder) as partial:
+        arrays = dict(zip(FILES, _indexed(corpus, progress), strict=True))
+        for name, array in arrays.items():
+            np.save(partial / name, array)
+        seal(partial, KIND, corpus, passages=len(arrays[STARTS]))
+
+
+def _indexed(corpus: str, progress: bool) -> tuple[np.ndarray, ...]:
+    """Returns what an index holds, in the order of `FILES`."""
     import bm25s
 
     need = BUILD_BYTES * Path(corpus).stat().st_size
@@ -66,11 +75,7 @@ def build(corpus: str, folder: str, progress: bool = False) -> None:
     scores = bm25s.BM25().build_index_from_ids(range(len(ranks)), bags, show_progress=progress)
     data, ends = scores["data"], scores["indptr"]
     bounds = np.maximum.reduceat(data, ends[:-1])
-    arrays = (np.array(starts, np.int64), hashes, ends, bounds, scores["indices"], data)
-    with building(folder) as partial:
-        for name, array in zip(FILES, arrays, strict=True):
-            np.save(partial / name, array)
-        seal(partial, KIND, corpus, passages=len(starts))
+    return np.array(starts, np.int64), hashes, ends, bounds, scores["indices"], data
 
 
 def ranked(words: Iterable[str]) -> tuple[np.ndarray, list[int]]:

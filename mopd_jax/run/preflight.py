@@ -34,7 +34,8 @@ def _problems(named: Mapping[str, Config], kind: Kind | None) -> Iterator[str]:
     made, asked = set(), set()
     for name, phase in named.items():
         does = kind or phase.train.kind
-        findings = [*missing_inputs(phase, does, made), *_devices(phase, does)]
+        missing = [*missing_inputs(phase, does, made)]
+        findings = [*(missing or _misfits(phase, does, made)), *_devices(phase, does)]
         retrieval = phase.retrieval
         if samples(phase, does) and retrieval.backend is Backend.HTTP and retrieval.url not in asked:
             findings += _server(phase)
@@ -53,6 +54,22 @@ def missing_inputs(config: Config, kind: Kind, made: Collection[str]) -> Iterato
     for field, spec in parts.models_read(config, kind):
         if spec.removesuffix("/export") not in made:
             yield from _complaint(field, functools.partial(parts.find_folder, spec))
+
+
+def _misfits(config: Config, kind: Kind, made: Collection[str]) -> Iterator[Finding]:
+    """Looks at teacher, reference and Searcher beside the policy, unless a run has yet to make either."""
+    models = parts.models_read(config, kind)
+    there = {field: spec for field, spec in models if spec.removesuffix("/export") not in made}
+    if "model.init" not in there:
+        return
+    names = {"model.teacher": "teacher", "model.reference": "teacher", "model.searcher": "Searcher"}
+    for field, name in names.items():
+        if field in there:
+            yield from _complaint(field, functools.partial(_open_pair, config, there[field], name))
+
+
+def _open_pair(config: Config, spec: str, name: str) -> None:
+    parts.open_beside(parts.open_model(config.model.init, config), spec, config, name)
 
 
 def _devices(config: Config, kind: Kind) -> Iterator[Finding]:
