@@ -490,6 +490,7 @@ def test_every_number_has_a_bound():
     ],
 )
 def test_a_senseless_config_is_refused(make, changes, message):
+    """Kind 14: another temperature, top-p or top-k to train with among them."""
     config = make()
     for name, value in changes.items():
         set_field(config, name, value)
