@@ -85,8 +85,9 @@ def test_the_best_passages_are_those_that_bm25s_scores_best(tmp_path):
 
 
 @pytest.mark.skipif(not SMAPS.exists(), reason="resident pages are read from /proc")
-def test_less_than_a_third_of_an_index_is_resident_however_many_words_are_asked_for(tmp_path):
+def test_less_than_a_third_of_an_index_is_resident_however_many_words_are_asked_for(tmp_path, monkeypatch):
     """Of 500 lists of 8,000 passages each, 32 MB, every query reads one."""
+    monkeypatch.setattr(bm25, "SMALL", 0)
     index, words = tmp_path / "index", [f"word{i}" for i in range(500)]
     corpus = write_corpus(tmp_path / "corpus.jsonl", [(str(i), "text") for i in range(8000)])
     starts, (hashes, ranks) = [start for start, _ in scan(corpus)], bm25.ranked(words)

@@ -33,6 +33,8 @@ BLOCK = 1 << 21
 """Bytes of a file that one read may map: at most a whole large page of the system's cache, 2 MB on Linux."""
 HELD = 1 / 4
 """Share of the words' lists that stays mapped: with the other files an index holds less than a third [D]."""
+SMALL = 32
+"""Blocks of either file that stay mapped whatever their share: 128 MB are no burden [D]."""
 FEW = 4
 """Passages found are searched for in a list at least so many times as long, and merged with a shorter one."""
 SLACK = 1 - 1e-5
@@ -140,9 +142,9 @@ class BM25Search:
 
     def _open(self, corpus: str, folder: str) -> None:
         meta = unseal(folder, KIND, corpus)
-        arrays = (np.load(Path(folder) / name, mmap_mode="r") for name in FILES)
-        starts, self._hashes, ends, self._bounds, numbers, weights = arrays
-        self._lists = _Lists(ends, numbers, weights)
+        maps = {name: np.load(Path(folder) / name, mmap_mode="r") for name in FILES}
+        starts, self._hashes, ends, self._bounds = (np.asarray(maps[name]) for name in FILES[:4])
+        self._lists = _Lists(ends, maps[NUMBERS], maps[WEIGHTS])
         self._corpus = Corpus(corpus, starts)
         self._tokenize = make_tokenizer()
         self.identity = f"{KIND}:{meta['corpus']}"
@@ -191,34 +193,34 @@ class BM25Search:
 
 
 class _Lists:
-    """Of every word the passages that hold it: two files, at most `HELD` of them mapped, or one list.
+    """Of every word the passages that hold it: two files, of which `HELD` stays mapped, `SMALL`, or one list.
 
     Threads may share it: what is let go of while another one reads it comes back, and at worst late.
     """
 
-    def __init__(self, ends: np.memmap, numbers: np.memmap, weights: np.memmap):
-        self._ends, self._numbers, self._weights = (np.asarray(x) for x in (ends, numbers, weights))
+    def __init__(self, ends: np.ndarray, numbers: np.memmap, weights: np.memmap):
+        self._ends, self._numbers, self._weights = ends, np.asarray(numbers), np.asarray(weights)
         self._maps = numbers.base, weights.base
-        self._offset = numbers.offset
-        size = numbers.offset + numbers.nbytes
-        self._touched = np.zeros(-(-size // BLOCK), bool)  # blocks of either file, which are alike
+        self._offset, self._width = numbers.offset, numbers.itemsize  # of either file: they are alike
+        self._most = max(SMALL, int(HELD * (self._offset + numbers.nbytes) / BLOCK))
+        self._touched: set[int] = set()  # blocks
 
     def postings(self, word: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns numbers, ascending, and scores of the passages that hold a word."""
-        part = slice(self._ends[word], self._ends[word + 1])
-        first, last = (self._offset + place * self._numbers.itemsize for place in (part.start, part.stop))
-        blocks = slice(first // BLOCK, -(-last // BLOCK))
-        self._touched[blocks] = True
-        if np.count_nonzero(self._touched) > HELD * len(self._touched):
+        start, stop = int(self._ends[word]), int(self._ends[word + 1])
+        first, last = ((self._offset + place * self._width) // BLOCK for place in (start, stop))
+        blocks = range(first, last + 1)
+        self._touched.update(blocks)
+        if len(self._touched) > self._most:
             self._let_go()
-            self._touched[blocks] = True
-        return self._numbers[part], self._weights[part]
+            self._touched.update(blocks)
+        return self._numbers[start:stop], self._weights[start:stop]
 
     def _let_go(self) -> None:
         """Unmaps all pages. The system may keep them, then the next to read one has it without the disk."""
         for mapped in self._maps:
             mapped.madvise(mmap.MADV_DONTNEED)
-        self._touched[:] = False
+        self._touched.clear()
 
 
 def _shared(found: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
