@@ -64,7 +64,7 @@ def train(name: str, config: Config) -> bool:
     from mopd_jax.model import sharding
     from mopd_jax.model.folders import refuse_foreign_files
     from mopd_jax.run import checkpoint, console, hosts, parts, sources
-    from mopd_jax.run.metrics import MetricsWriter, Pace, Profile, Stopwatch
+    from mopd_jax.run.metrics import Compilations, MetricsWriter, Pace, Profile, Stopwatch
     from mopd_jax.run.validation import Validation
 
     folder, steps = epath.Path(config.run.dir), config.train.steps
@@ -105,7 +105,12 @@ def train(name: str, config: Config) -> bool:
     writer = MetricsWriter(folder, done + 1) if hosts.is_first() else None
     watch, pace = Stopwatch(), Pace()
     profile = Profile(folder / "profile", config.run.profile_steps)
-    with contextlib.closing(saved), contextlib.closing(profile), checkpoint.StopRequest() as stop:
+    with (
+        contextlib.closing(saved),
+        contextlib.closing(profile),
+        Compilations() as compiled,
+        checkpoint.StopRequest() as stop,
+    ):
         while done < steps and not hosts.any_of(bool(stop)):
             with profile.step(done + 1):
                 batch = source.batch(done, state.params, watch)
@@ -117,7 +122,7 @@ def train(name: str, config: Config) -> bool:
             if validation and (done % config.eval.every == 0 or done == steps):
                 with watch("eval"):
                     metrics |= validation.run(done, state.params)
-            metrics |= sources.speed(batch, watch.take())
+            metrics |= sources.speed(batch, watch.take()) | compiled.take()
             metrics |= {"seconds/step": pace.tick(), "seconds/remaining": pace.remaining(steps - done)}
             if writer:
                 writer.write(done, batch.metrics | metrics)

@@ -5,12 +5,13 @@ import json
 import math
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mopd_jax.run import console
-from mopd_jax.run.metrics import MetricsWriter, Pace, Profile, Stopwatch
+from mopd_jax.run.metrics import Compilations, MetricsWriter, Pace, Profile, Stopwatch
 from tests.fixtures import read_metrics
 
 
@@ -99,6 +100,20 @@ def test_a_stopwatch_adds_up_by_phase(clock):
         raise KeyError
     assert watch.take() == {"rollout": 5.0, "search": 1.0, "update": 1.0}
     assert watch.take() == {}
+
+
+def test_programs_are_counted_as_they_are_compiled():
+    with Compilations() as compiled:
+        assert compiled.take() == {"compile/programs": 0, "seconds/compile": 0}
+        double = jax.jit(lambda x: 2 * x)
+        double(np.ones(3))
+        double(np.zeros(3))
+        first = compiled.take()
+        double(np.ones(4))
+        assert compiled.take()["compile/programs"] == 1
+    assert first["compile/programs"] == 1 and first["seconds/compile"] > 0
+    double(np.ones(5))
+    assert compiled.take()["compile/programs"] == 0, "it is closed"
 
 
 def test_remaining_time_follows_the_median_step(clock):

@@ -15,8 +15,8 @@ from tests.fixtures import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ONE_DEVICE = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
-TIMES = ("seconds/", "tokens_per_s/", "search/")
-"""What the clock says, and what a process has been asked before."""
+TIMES = ("seconds/", "tokens_per_s/", "search/", "compile/")
+"""What the clock says, and what a process has been asked, or has compiled, before."""
 
 
 def measured(folder: pathlib.Path) -> list[dict]:
@@ -71,6 +71,7 @@ def test_a_run_leaves_metrics_checkpoint_and_export(straight):
     )
     assert set(expected.split()) <= lines[0].keys()
     assert {"grad_norm/searcher"} <= lines[0].keys() & lines[2].keys()
+    assert lines[0]["compile/programs"] > lines[-1]["compile/programs"] and lines[0]["seconds/compile"] > 0
     assert lines[0]["gap"] < 1e-5, "sampler and learner disagree on unchanged weights"
     assert all(line["grad_norm"] > 0 for line in lines)
     assert lines[0]["log_ratio/searcher"] != lines[-1]["log_ratio/searcher"], "the student has not moved"

@@ -84,6 +84,29 @@ class Stopwatch:
         return seconds
 
 
+class Compilations:
+    """Counts programs as they are compiled, or taken from the compilation cache, while it is open."""
+
+    def __init__(self):
+        self._seconds: list[float] = []
+
+    def __enter__(self) -> "Compilations":
+        jax.monitoring.register_event_duration_secs_listener(self._note)
+        return self
+
+    def __exit__(self, *_) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._note)
+
+    def _note(self, event: str, seconds: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self._seconds.append(seconds)
+
+    def take(self) -> Metrics:
+        """Returns number and seconds since the last call, and starts anew."""
+        seconds, self._seconds = self._seconds, []
+        return {"compile/programs": len(seconds), "seconds/compile": sum(seconds)}
+
+
 class Profile:
     """Traces a range of steps with the JAX profiler: `with profile.step(number): ...`."""
 
